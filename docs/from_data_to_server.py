@@ -33,11 +33,11 @@ ENVIRONMENT = {"COLUMNS": "100", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 INTRODUCTION = """\
 # From a .jsonl file to a served, verified model
 
-Each command up to `ctxext push` prints the next one. They ran as shown, on the bundled model of 4 million parameters,
-which fits a CPU: `python docs/from_data_to_server.py` writes this page, and a slow test runs them. docs.jsonl is
-made of *Northanger Abbey* there: bring your own. With four steps the model learns nothing yet. For your own model, set
-`model:` to a folder or a hub name, and take steps, batch size and precision from [a config for its
-size](../recipes/configs).
+Each command up to `ctxext push` prints the next one. Below is what they print, shortened, for the bundled model of 4
+million parameters, which fits a CPU. `python docs/from_data_to_server.py` writes this page, and a slow test runs the
+commands. docs.jsonl is made of *Northanger Abbey* there: bring your own. With four steps the model learns nothing yet.
+For your own model, set `model:` to a folder or a hub name, and take steps, batch size and precision from [a config for
+its size](../recipes/configs).
 """
 
 CONFIG = """\

@@ -322,9 +322,13 @@ def short_inputs_table() -> str:
         plain = arm == next(iter(record["arms"]))
         cells = [cell(what, found[what]["value"], None if plain else found[what]["difference"]) for what in columns]
         rows.append([f"fine-tuned, {arm}", *cells])
-    head = ["", "passkey at 2,048", "of a passkey", "a token of 2,048", "a token within 512", "the same, original RoPE"]
+    head = [
+        "", "passkey at 2,048", "loss of a passkey", "loss on 2,048 tokens", "loss on 512 tokens",
+        "the same, original RoPE",
+    ]  # fmt: skip
     note = (
-        f"The last four columns are losses in nats. {counted(record['seeds'], 'seed')}; {record['prompts']} prompts, "
+        "Losses are in nats: of all digits of a passkey, and per token of text. "
+        f"{counted(record['seeds'], 'seed')}; {record['prompts']} prompts, "
         "{} long and {} short windows each".format(*record["windows"])
         + ". In brackets: over the plain fine-tune, "
         f"paired by seed, with 95% intervals over seeds; from {link(file, 'recipes')}."
@@ -356,9 +360,9 @@ def packed_table() -> str:
     documents = ", ".join(f"{record['length'] // share:,}" for share in (2, 4, 8, 16, 32, 32))
     rows = [[case, f"{figures[f'{case}: time']:.2f}", f"{figures[f'{case}: memory']:.2f}"] for case in record["runs"]]
     note = (
-        f"A row of {record['length']:,} tokens: one document, or six of {documents} tokens. The window is an eighth of "
-        "the row. SmolLM2's shape with 4 layers, LoRA, float32, two CPU cores; medians of "
-        f"{record['counted']} rounds. Loss is equal to 1e-5."
+        f"A row of {record['length']:,} tokens. With packed documents it holds six, of {documents} tokens, otherwise "
+        "one. The sliding window is an eighth of the row. SmolLM2's shape with 4 layers, LoRA, float32, two CPU cores; "
+        f"medians of {record['counted']} rounds. Loss is equal to 1e-5."
     )
     return table(["", "time ÷ sdpa with masks", "growth of memory ÷ sdpa with masks"], rows, note)
 

@@ -43,19 +43,18 @@ from ctxext.evals.targets import known_lengths
 from ctxext.evals.training import Measure, card_table
 from ctxext.hub.adapters import AdapterBase, merge, write_record
 from ctxext.hub.checkpoint import config_in_use, extended_base, load_tokenizer
-from ctxext.training import checkpoints
+from ctxext.training import checkpoints, setup
 from ctxext.training.estimate import PeakMemory, duration, gib
 from ctxext.training.launch import data_parallel, engine_of, make_accelerator, on_my_part
 from ctxext.training.log import Log, bar
 from ctxext.training.memory import report
 from ctxext.training.settings import Settings, read_settings
-from ctxext.training.setup import estimated, micro_batches_of, model_to_train, packed_sources, prepare, start_trackers
-from ctxext.training.stages import FIGURES, is_finished, starting_point
+from ctxext.training.stages import FIGURES, is_finished, starting_point, what_next
 from ctxext.training.throughput import Throughput, in_words
 from ctxext.training.trainable import check_rotary, trained_parameters
 from ctxext.utils.json_files import write_json
 from ctxext.utils.machine import machine, versions
-from ctxext.utils.screen import after_training, console, hide_deprecations
+from ctxext.utils.screen import console, plain_warnings
 from ctxext.utils.values import counted
 
 
@@ -180,11 +179,11 @@ class Run:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="a YAML file, such as those in recipes/configs")
-    for flag, does in ("--dry-run", "estimate time and memory"), ("--estimate", "model the memory without weights"):
+    for flag, does in ("--dry-run", "measure short steps"), ("--estimate", "model the memory, without weights"):
         parser.add_argument(flag, action="store_true", help=f"{does}, and stop")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="config overrides, such as training.steps=100")
     args = parser.parse_args(arguments)
-    hide_deprecations()
+    plain_warnings()
     if args.estimate:
         return report(args.config, args.changes)
     stages = read_settings(args.config, args.changes)
@@ -194,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     accelerator = make_accelerator(stages[0].engine, mixed_precision=precision, **tracked)
     for number, settings in enumerate(stages):
         if not args.dry_run and is_finished(stages, number):
-            accelerator.print(f"{settings.output} is finished.")
+            accelerator.print(f"{settings.output} is finished. {what_next(settings.saved)}", file=console.file)
             continue
         with settings.base_folder(args.dry_run) as extended:
             finetune(accelerator, stages, number, args.config.parent, extended, args.dry_run)
@@ -208,7 +207,7 @@ def finetune(
     settings = stages[number]
     training, data, output, saved = settings.training, settings.data, Path(settings.output), settings.saved
     settings.check_engine(engine_of(accelerator).kind)
-    micro_batches = micro_batches_of(settings, accelerator)
+    micro_batches = setup.micro_batches_of(settings, accelerator)
     say = partial(console.print, highlight=False, soft_wrap=True) if accelerator.is_main_process else lambda *_: None
 
     # 1. The base, extended on disk before it is loaded.
@@ -218,51 +217,52 @@ def finetune(
     tokenizer = load_tokenizer(extended)
     (trained_length, _), (_, target_length) = (known_lengths(config_in_use(f)) for f in (start.folder, extended))
     trained_length = settings.extension.original_max_position_embeddings or trained_length
-    length = settings.row_length(target_length)
-    steps = training.steps_of(length)
+    steps = training.steps_of(length := settings.row_length(target_length))
     record = AdapterBase.of(extended, start.folder)
+    setup.check_attention(extended, training.attention)
+    lengths = {"trained": trained_length, "target": target_length}
+    measure = Measure(settings, accelerator, folder, tokenizer, **lengths) if settings.evaluation else None
     say(f"[bold]{start.name}[/], trained at {trained_length:,} tokens, extended to {target_length:,}.")
 
     # 2. The data, packed once.
     with accelerator.main_process_first():
-        packed = packed_sources(settings, folder, tokenizer, length, extended)
+        packed = setup.packed_sources(settings, folder, tokenizer, length, extended)
     mixture = Mixture(packed, training.seed)
     collator = make_collator(data.positions, target_length=target_length, chunks=data.chunks, seed=training.seed)
     for part, epochs in zip(packed, mixture.epochs(steps * training.batch_size)):
-        say(f"  {part.source.name}: {part.accounting}, read {epochs:.2f} times")
+        say(f"  {part.source.name}: {part.accounting}; {epochs:.2f} epochs")
     binding = {**settings.binding(), "data": [part.fingerprint for part in packed]}
     last = checkpoints.latest_checkpoint(output / "checkpoints")
     done = checkpoints.check_binding(last, binding, steps) if last else checkpoints.Progress()
-    measure = None
-    if settings.evaluation:
-        measure = Measure(settings, accelerator, folder, tokenizer, trained_length, target_length)
+    if measure:
         measure.check_results(done, goes_on=done.step < steps and not dry_run)
 
     # 3. The model: its trained parameters, loss and attention, all verified.
-    model = model_to_train(extended, settings, accelerator, collator, length)
+    model = setup.model_to_train(extended, settings, accelerator, collator, length)
     trained = trained_parameters(model)
-    n_trained = sum(parameter.numel() for parameter in trained.values())
+    n_trained, of_all = (transformers_model(model).num_parameters(only_trainable=only) for only in (True, False))
     throughput = Throughput.of(accelerator, settings, model, mixture)
-    say(f"  {n_trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained\n  {throughput}")
+    say(f"  {n_trained:,} of {of_all:,} parameters are trained\n  {throughput}")
     optimizer = torch.optim.AdamW(
         trained.values(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay
     )
-    model, optimizer = prepare(accelerator, model, optimizer, settings)
+    model, optimizer = setup.prepare(accelerator, model, optimizer, settings)
     check_rotary(model)
 
     # 4. The estimate of time and memory.
     run = Run(settings, accelerator, model, optimizer, mixture, collator, throughput, steps)
     with on_my_part(accelerator, run.batch(mixture.read(0, training.micro_batch_size))):
         pass  # raises if the engine splits rows and cannot split these
-    expected = estimated(run.probe, accelerator, model, length, steps * micro_batches)
-    say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed.'}\n{checkpoints.planned(training, steps)}")
+    expected = setup.estimated(run.probe, accelerator, model, length, (steps - done.step) * micro_batches)
+    say(f"[bold]Estimate[/]: {expected or 'none under DeepSpeed.'}\n{checkpoints.planned(training, steps, done)}")
     if dry_run:
         return
+    expected = expected and replace(expected, seconds=expected.seconds + done.seconds)  # of the whole run
 
     # 5. Measure the base, train from the last checkpoint if there is one, save, measure what was saved.
     if measure:
         measure.before(start.original, start.folder)
-    start_trackers(accelerator, settings)
+    setup.start_trackers(accelerator, settings)
     with checkpoints.interruptible(output / "checkpoints", training.checkpoint_every, say):
         done = train(run, binding, measure)
     checkpoints.save_result(accelerator, run.model, settings, record, tokenizer)
@@ -293,7 +293,7 @@ def finetune(
     said = f", estimated {duration(expected.seconds)} and {gib(expected.peak)}" if expected else ""
     at = f" as of step {done.best_step:,}, where the loss was lowest" if done.best_step else ""
     took = f"took {duration(done.seconds)} ({in_words(**speed)}) and {gib(done.peak or None)}"
-    say(f"Saved {saved}{at}. {counted(done.step, 'step')} {took}{said}.\n{after_training(saved)}")
+    say(f"Saved {saved}{at}. {counted(done.step, 'step')} {took}{said}.\n{what_next(saved)}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from ctxext.cli.report import report
 from ctxext.cli.serve import serve
 from ctxext.cli.verify import verify
 from ctxext.utils.four_bits import hold_warnings
-from ctxext.utils.screen import hide_deprecations
+from ctxext.utils.screen import plain_warnings
 
 PANELS = {
     "Extend": (describe, extend, methods),
@@ -80,7 +80,7 @@ def options(
     if not console.is_terminal:  # read by transformers and the hub, also in child processes
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     hold_warnings()
-    hide_deprecations()
+    plain_warnings()
     sys.path.insert(0, "")
     for module in plugin or ():
         try:

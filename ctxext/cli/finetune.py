@@ -15,7 +15,7 @@ from ctxext.utils.extras import require
 def finetune(
     config: Annotated[str, typer.Option(help="A YAML file, or the name of one in recipes/configs.")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Config overrides.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the estimated requirements, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure short steps, and stop.")] = False,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Print the modelled memory on GPUs, from the config alone, and stop.")
     ] = False,
@@ -24,6 +24,8 @@ def finetune(
     require("train")
     recipes = recipes_folder()
     path = Path(config)
+    if path.is_dir():
+        raise IsADirectoryError(f"{config} is a folder. Pass a YAML file, such as one of {recipes / 'configs'}.")
     if not path.is_file():
         path = recipes / "configs" / f"{config}.yaml"
     if not path.is_file():

@@ -192,6 +192,8 @@ def check_binding(path: Path, binding: dict[str, Any], steps: int | None = None)
     state = read_json(path / STATE)
     theirs, ours = state.get("binding", OBJECT), json.loads(json.dumps(binding))
     differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
+    if "training.schedule" in differ:  # only that of a constant one does not depend on the length
+        differ = [key for key in differ if key not in ("training.steps", "training.tokens")]
     if differ:
         said = "; ".join(f"{key} is {shown(ours.get(key))}, was {shown(theirs.get(key))}" for key in differ[:5])
         if {"training.steps", "training.tokens"} & {*differ}:
@@ -227,12 +229,23 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
-def planned(training: TrainingSettings, steps: int) -> str:
-    """Where a run of so many steps can resume after an interruption."""
-    every = training.checkpoint_every
+def planned(training: TrainingSettings, steps: int, done: Progress) -> str:
+    """Where a run of so many steps goes on, and where it can resume after an interruption."""
+    every, said = training.checkpoint_every, []
+    if training.warmup_steps >= steps:
+        said.append(
+            f"The warm-up takes {training.warmup_steps:,} steps and the run {steps:,}, so the learning rate rises to "
+            "the end: lower training.warmup_steps, or train for longer."
+        )
+    if done.step:
+        said.append(f"{counted(done.step, 'step')} of {steps:,} are done.")
     if every < steps:
-        return f"A checkpoint every {counted(every, 'step')}, from which the same command resumes."
-    return f"No checkpoint before the end (training.checkpoint_every is {every}): an interrupted run starts again."
+        said.append(f"A checkpoint every {counted(every, 'step')}, from which the same command resumes.")
+    elif not done.step:
+        said.append(
+            f"No checkpoint before the end (training.checkpoint_every is {every}): an interrupted run starts again."
+        )
+    return "\n".join(said)
 
 
 @contextmanager

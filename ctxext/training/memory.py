@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.progress import track
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +30,7 @@ from ctxext.training.loss import chunk_tokens, linear_cross_entropy
 from ctxext.training.settings import Settings, read_settings
 from ctxext.training.tiled import use_tiled_mlp
 from ctxext.training.trainable import attach_trainable
+from ctxext.utils.screen import console
 
 CARDS = (24, 48, 80, 141)  # GB of a GPU
 ROOM = 0.9  # of them: the driver, fragments and the libraries' own buffers take the rest
@@ -105,7 +107,8 @@ def _report(settings: Settings, others: dict[str, Settings]) -> Iterator[str]:
     yield f"{_fitting(now)} Up to {100 * ROOM:.0f}% of a card is used.{_on_cpu(offloaded)}"
     yield "To save memory, each alone (minutes for a large model):"
     savings = []
-    for change, changed in others.items():
+    bar: Any = {"console": console, "transient": True, "disable": not console.is_terminal}
+    for change, changed in track(others.items(), "modelling", total=len(others), **bar):
         if change.startswith("trainable={") and settings.trainable.kind == changed.trainable.kind:
             continue  # it would only drop the trained embeddings or norms
         try:

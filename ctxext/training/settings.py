@@ -14,6 +14,8 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -36,7 +38,7 @@ from ctxext.methods import PositionRemapping, method_class
 from ctxext.models.metadata import Existing
 from ctxext.training.launch import EngineSettings
 from ctxext.utils.json_files import read_text
-from ctxext.utils.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, one_line, parse_tokens, shown, suggest
+from ctxext.utils.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, are_words, one_line, parse_tokens, shown
 
 MAX_BUDGET = 2**50  # tokens of a whole run
 MAX_VALUES = 10_000  # in a file, an alias counted by all that it repeats
@@ -58,10 +60,15 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        kinds = {*_kinds(cls.model_fields[str(info.field_name)].annotation)}
-        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
-            raise ValueError(f"must be a number, got {str(value).lower()}")
+        _check_no_flag(value, cls.model_fields[str(info.field_name)].annotation)
         return value
+
+
+def _check_no_flag(value: Any, annotation: Any, name: str = "") -> None:
+    """Raise ValueError for true or false where a number is wanted; pydantic would read them as 1 and 0."""
+    kinds = {*_kinds(annotation)}
+    if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+        raise ValueError(f"{name}must be a number, got {str(value).lower()}")
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
@@ -72,7 +79,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 class ExtensionSettings(Section):
-    """Arguments of `ctxext.extend_context`; `factor` counts from the trained length.
+    """Arguments of `ctxext.extend_context`; `factor` counts from the trained length, and is 4 without `target_length`.
 
     Attributes:
         method: a name, the path of a file that `ctxext fit` or `compare` wrote, or an extension on the hub
@@ -129,6 +136,15 @@ class DataSettings(Section):
     chunks: Annotated[int, Field(ge=2, le=MAX_COUNT)] = 2
     processes: Count | None = None
 
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _no_flags_in_sources(cls, sources: Any) -> Any:
+        kinds = typing.get_type_hints(Source)
+        for k, source in enumerate(sources if isinstance(sources, list) else []):
+            for name in source.keys() & kinds.keys() if isinstance(source, dict) else ():
+                _check_no_flag(source[name], kinds[name], f"{name} of source {k} ")
+        return sources
+
     @model_validator(mode="after")
     def _parts_go_together(self) -> DataSettings:
         names = [source.name for source in self.sources]
@@ -158,10 +174,17 @@ class TrainableSettings(Section):
     rank: Positive = 16
     alpha: Annotated[float, Field(gt=0)] = 32
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    targets: Literal["attention", "all-linear"] | Annotated[list[str], Field(min_length=1)] = "attention"
+    targets: Literal["attention", "all-linear"] | list[str] = "attention"
     embeddings: bool = False
     norms: bool = False
     quantization: Literal["nf4"] | None = None
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_of_three(cls, targets: Any) -> Any:
+        if targets in ("attention", "all-linear") or (targets and isinstance(targets, list) and are_words(targets)):
+            return targets
+        raise ValueError(f"must be attention, all-linear, or a list such as [q_proj, v_proj], got {shown(targets)}")
 
     @model_validator(mode="after")
     def _full_trains_everything(self) -> TrainableSettings:
@@ -221,8 +244,10 @@ class TrainingSettings(Section):
 
     @model_validator(mode="after")
     def _one_budget(self) -> TrainingSettings:
-        if (self.steps is None) == (self.tokens is None):
-            raise ValueError("set either steps or tokens.")
+        if self.steps is None and self.tokens is None:
+            raise ValueError("needs its length: set steps or tokens.")
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError(f"has steps: {self.steps} and tokens: {self.tokens}. Set one of them to null.")
         if self.batch_size % self.micro_batch_size:
             default = "" if "batch_size" in self.model_fields_set else " (its default)"
             raise ValueError(
@@ -374,7 +399,7 @@ class Settings(Section):
         if length > target_length:
             raise ValueError(
                 f"data.length is {length:,}, beyond the {target_length:,} tokens that the extended model covers. Lower "
-                "it, or raise extension.target_length."
+                f"it, or raise extension.{'target_length' if self.extension.factor is None else 'factor'}."
             )
         if self.data.positions != "plain" and length == target_length:
             raise ValueError(
@@ -555,36 +580,56 @@ KINDS = {
     "bool": "true or false",
     "string": "text",
     "list": "a list, such as [a, b]",
+    "tuple": "a list, such as [a, b]",
 }
 
 
 def _readable(mistake: Any) -> str:
     """One line per mistake: the key, the fault, and the nearest existing key."""
-    where = ".".join(str(part) for part in mistake["loc"])
-    if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        *parents, name = mistake["loc"]
-        known = _keys(Settings, parents)
-        if not parents and (elsewhere := [f"{part}.{name}" for part in known if name in _keys(Settings, [part])]):
-            return f"unknown key {where!r}; did you mean {' or '.join(map(repr, elsewhere))}?"
-        return f"unknown key {where!r}{suggest(where, ['.'.join(map(str, [*parents, key])) for key in known])}"
-    if mistake["type"] == "missing":
+    kind, loc = mistake["type"], mistake["loc"]
+    where, got = ".".join(map(str, loc)), f", got {shown(mistake['input'])}"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {where!r}{_nearest(*loc)}"
+    if kind == "missing":
         return f"{where} is missing."
-    if kind := KINDS.get(mistake["type"].partition("_")[0]):
-        return f"{where} must be {kind}, got {shown(mistake['input'])}"
-    message = mistake["msg"].removeprefix("Value error, ")
-    own = mistake["type"] == "value_error" or isinstance(mistake["input"], (dict, list))
-    said = f"{where}: {message}".removeprefix(": ").replace(": Input should be ", " must be ", 1)
-    return said + ("" if own else f", got {shown(mistake['input'])}")
+    if kind == "too_short":
+        return f"{where} is empty."
+    if keys := _keys(Settings, loc):
+        if kind.startswith("list"):
+            return f"{where} must be a list, such as [{{{keys[0]}: ...}}]{got}"
+        if kind.startswith(("model", "dataclass", "dict")):
+            return f"{where} must hold settings, such as {keys[0]}: ...{got}"
+    if wanted := KINDS.get(kind.partition("_")[0]):
+        return f"{where} must be {wanted}{got}"
+    message = mistake["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")
+    message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    said = f"{where}: {message}".removeprefix(": ").replace(": must be ", " must be ", 1)
+    return said + ("" if kind == "value_error" or isinstance(mistake["input"], (dict, list)) else got)
+
+
+def _nearest(*loc: str | int) -> str:
+    """The end of an error about an unknown key: the nearest existing key, and all that there are."""
+    *parents, name = loc
+    known = _keys(Settings, parents)
+    if not parents:
+        elsewhere = [f"{part}.{name}" for part in known if name in _keys(Settings, [part])]
+        if elsewhere:
+            return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
+        known.append("stages")
+    near = get_close_matches(str(name).lower(), known, n=1)
+    hint = f"; did you mean {'.'.join(map(str, [*parents, *near]))!r}?" if near else "."
+    return f"{hint} Known: {', '.join(known)}."
 
 
 def _keys(section: Any, path: Sequence[str | int]) -> list[str]:
-    """The keys that exist in the section at `path`."""
+    """The keys that exist in the section at `path`; none if a value is there."""
     for part in path:
         if isinstance(part, str):
             section = typing.get_type_hints(section)[part]
         while typing.get_origin(section) in (list, typing.Union, types.UnionType, Annotated):
             section = next(kind for kind in typing.get_args(section) if kind is not type(None))
-    return list(getattr(section, "model_fields", None) or typing.get_type_hints(section))
+    is_section = isinstance(section, type) and (issubclass(section, BaseModel) or is_dataclass(section))
+    return [*typing.get_type_hints(section)] if is_section else []
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -32,6 +32,7 @@ from ctxext.training.mixed_window import check_mixture, use_mixed_window
 from ctxext.training.settings import Settings
 from ctxext.training.tiled import use_tiled_mlp
 from ctxext.training.trainable import attach_trainable, check_no_dropout, trained_parameters
+from ctxext.utils.values import one_line
 
 
 def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
@@ -48,6 +49,17 @@ def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
             f"{training.micro_batch_size}. Make it a multiple of {share}, or lower training.micro_batch_size."
         )
     return training.batch_size // share
+
+
+def check_attention(folder: Path, name: str) -> None:
+    """Raise ValueError unless the model in `folder` runs on this machine with the attention implementation `name`."""
+    try:
+        if name.startswith("ctxext"):
+            raise ValueError("it is one that ctxext sets itself")
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation=name)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"training.attention={name}: {one_line(error)}. Set sdpa, which runs everywhere.") from error
 
 
 def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int, model: Path) -> list[Packed]:

@@ -5,6 +5,7 @@ So a factor counts from the original model's trained length, and the model's own
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +14,11 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from ctxext.extension.adapter_config import ADAPTER_CONFIG, origin, short_name
-from ctxext.hub.adapters import RECORD, merge
+from ctxext.hub.adapters import RECORD, changed_adapter, merge
 from ctxext.hub.checkpoint import checkpoint_folder, extended_json, link_with_config, local_folder, written_whole
 from ctxext.training.settings import Settings
 from ctxext.utils.json_files import OBJECT, read_json
-from ctxext.utils.screen import console
+from ctxext.utils.screen import console, next_command, next_measurement
 
 FIGURES = "figures.json"  # the last file that a stage writes
 
@@ -52,15 +53,12 @@ class Start(NamedTuple):
     Attributes:
         original: the model of the settings; an adapter's is merged.
         folder: the same, or for a stage after the first, its config with the weights of the stage before.
+        name: the original model's hub name, or its folder's name; an adapter's as in the settings.
     """
 
     original: Path
     folder: Path
-
-    @property
-    def name(self) -> str:
-        """The original model's hub name, or its folder's name."""
-        return short_name(origin(self.original)[0])
+    name: str
 
 
 def starting_point(stages: Sequence[Settings], number: int, folder: Path, alone: bool = False) -> Start:
@@ -81,21 +79,29 @@ def starting_point(stages: Sequence[Settings], number: int, folder: Path, alone:
         return start
     if not folder.exists():
         _write_start(start.original, stages[number - 1].saved, folder)
-    return Start(start.original, folder)
+    return start._replace(folder=folder)
 
 
 def _original(settings: Settings, folder: Path) -> Start:
     given = local_folder(settings.model, settings.revision)
     if (given / ADAPTER_CONFIG).is_file():
         merged = folder if folder.exists() else merge(given, folder)
-        return Start(merged, merged)
+        return Start(merged, merged, settings.model)
     given = checkpoint_folder(settings.model, settings.revision)
-    return Start(given, given)
+    return Start(given, given, short_name(origin(given)[0]))
 
 
 def _check_extensions(stages: Sequence[Settings], original: Path) -> None:
+    reached = 0
     for number, stage in enumerate(stages, 1):
         plan, _ = extended_json(original, **stage.extension.arguments())
+        if plan.target_length < reached:
+            warnings.warn(
+                f"stage {number} extends to {plan.target_length:,} tokens, fewer than the {reached:,} of the stage "
+                "before: factors count from the original trained length.",
+                stacklevel=2,
+            )
+        reached = plan.target_length
         if number > 1 and plan.changes_weights:
             raise ValueError(
                 f"stage {number}: {plan.summary} makes new weights from the original ones, which the stage before "
@@ -111,3 +117,16 @@ def _write_start(original: Path, trained: Path, folder: Path) -> None:
         link_with_config(trained, building, read_json(original / "config.json").content, 0, console.print)
         for name in (RECORD, "README.md"):  # of the extended model
             (building / name).unlink(missing_ok=True)
+
+
+def what_next(saved: Path) -> str:
+    """The command for what a fine-tune saved: it merges an adapter, or evaluates a whole model."""
+    if saved.name != "adapter":
+        return next_measurement(saved)
+    merged = saved.with_name("merged")
+    merging = next_command("merge", saved, "-o", merged)
+    if not merged.exists():
+        return merging
+    if changed_adapter(merged):
+        return f"{merged} was merged from other weights: remove it and {merged}.jsonl before you merge.\n{merging}"
+    return next_measurement(merged)

@@ -7,11 +7,19 @@ from pathlib import Path
 from rich.console import Console
 
 console = Console(stderr=True)
+_in_full = warnings.formatwarning
 
 
-def hide_deprecations() -> None:
-    """Keep off the screen that PEFT and accelerate use names that transformers renames in its version 6."""
+def plain_warnings() -> None:
+    """Show a UserWarning by its message alone, and none of PEFT's and accelerate's use of names that are deprecated."""
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)
+    warnings.formatwarning = _formatted
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"warning: {message}\n" if category is UserWarning else _in_full(message, category, filename, lineno, line)
 
 
 def next_command(*words: object) -> str:
@@ -22,11 +30,3 @@ def next_command(*words: object) -> str:
 def next_measurement(model: Path) -> str:
     """The command that evaluates a checkpoint, with a results file beside it."""
     return next_command("eval", model, "-o", model.with_name(f"{model.name}.jsonl"))
-
-
-def after_training(saved: Path) -> str:
-    """The command for what a fine-tune saved: it merges an adapter, or evaluates a whole model."""
-    merged = saved.with_name("merged")
-    if saved.name == "adapter" and not merged.exists():
-        return next_command("merge", saved, "-o", merged)
-    return next_measurement(merged if saved.name == "adapter" else saved)

@@ -41,6 +41,7 @@ import ctxext
 from ctxext.assets import MODEL
 from ctxext.evals.results import Header
 from ctxext.hub.adapters import merge
+from ctxext.publish.push import prepared
 from ctxext.training.checkpoints import checkpoints
 from ctxext.training.settings import read_settings
 
@@ -393,8 +394,15 @@ def test_a_finished_run_of_a_constant_schedule_is_lengthened_bit_for_bit(main, t
     main(whole, *changes, "training.steps=6")
     main(longer, *changes, "training.steps=4")
     trained = json.loads((longer / "figures.json").read_text())["measured"]
-    main(longer, *changes, "training.steps=6")
+    merged = merge(longer / "adapter", longer / "merged")
+    assert f"is finished. next: ctxext eval {merged}" in main(longer, *changes, "training.steps=4")
+    said = main(longer, *changes, "training.steps=6")
     assert outcome(longer) == outcome(whole)
+    assert "4 steps of 6 are done." in said
+    assert f"{merged} was merged from other weights: remove it" in said
+    assert f"next: ctxext merge {longer / 'adapter'} -o {merged}" in said
+    with prepared(merged, "ada/merged") as push:
+        assert f"{longer / 'adapter'} has other weights than were merged" in push.notes()[0]
     for name in "mid_training.jsonl", "results.jsonl":  # what was saved before is not taken for what is saved now
         assert (longer / name).read_bytes() == (whole / name).read_bytes()
     assert json.loads((longer / "figures.json").read_text())["measured"] != trained
@@ -526,6 +534,9 @@ def test_documents_within_the_trained_length_are_warned_of(main, longest: int, i
         (("data.length=2048", "data.positions=pose", "data.documents=joined"), "leave none to skip"),
         (("evaluation={text: nowhere.txt}",), "nowhere.txt was not found"),
         (("evaluation={text: bundled, lengths: [1m]}",), "has 1,048,576 tokens, beyond the target of 2,048"),
+        (("training.attention=foo",), "training.attention=foo: "),
+        (("training.attention=flash_attention_2",), "training.attention=flash_attention_2: FlashAttention2 has been"),
+        (("training.attention=ctxext_documents",), "it is one that ctxext sets itself. Set sdpa"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(

@@ -148,6 +148,8 @@ def test_the_number_of_steps_is_refused_where_earlier_steps_depended_on_it(tmp_p
     path = save_checkpoint(tmp_path, model, optimizer, Progress(5), linear)
     with pytest.raises(ValueError, match=r"steps is 9, was 5 \(the rates of a linear schedule depend on it"):
         check_binding(path, {**linear, "training.steps": 9})
+    with pytest.raises(ValueError, match=r"settings: training\.schedule is 'constant', was 'linear'\. Resume"):
+        check_binding(path, {"training.schedule": "constant"})
     path = save_checkpoint(tmp_path, model, optimizer, Progress(5), BINDING)
     assert check_binding(path, BINDING, 5) == check_binding(path, BINDING, 9) == Progress(5)
     with pytest.raises(ValueError, match=r"has trained 5 steps, more than the 4 .* Raise training\.steps"):
@@ -304,5 +306,10 @@ def test_after_an_interruption_it_is_said_where_the_same_command_resumes(tmp_pat
     assert said[0].startswith("Nothing was saved before step 50: set training.checkpoint_every ")
     assert said[1:] == [f"The same command resumes from {saved}."]
     training = TrainingSettings(steps=50, checkpoint_every=50)
-    assert planned(training, 51).startswith("A checkpoint every 50 steps")
-    assert planned(training, 50).startswith("No checkpoint before the end (training.checkpoint_every is 50)")
+    assert planned(training, 51, Progress()).startswith("A checkpoint every 50 steps")
+    assert planned(training, 50, Progress()).startswith(
+        "No checkpoint before the end (training.checkpoint_every is 50)"
+    )
+    assert planned(training, 50, Progress(50)) == "50 steps of 50 are done."
+    assert planned(training, 51, Progress(50)).startswith("50 steps of 51 are done.\nA checkpoint every 50 steps")
+    assert planned(training, 20, Progress()).startswith("The warm-up takes 20 steps and the run 20, ")

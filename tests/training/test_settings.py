@@ -34,21 +34,30 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
         ("data.sources.0.wieght=2", "unknown key 'data.sources.0.wieght'; did you mean 'data.sources.0.weight'?"),
         ("data.sources=[{path: a.txt}, {path: b/a.txt}]", "two sources are named a.txt"),
         ("engine.process=2", "unknown key 'engine.process'; did you mean 'engine.processes'?"),
-        ("data.sources=a.jsonl", "data.sources must be a list, such as [a, b], got 'a.jsonl'"),
+        ("data.sources=a.jsonl", "data.sources must be a list, such as [{path: ...}], got 'a.jsonl'"),
+        ("data.sources=[a.jsonl]", "data.sources.0 must hold settings, such as path: ..., got 'a.jsonl'"),
+        ("data.sources=[]", "data.sources is empty."),
+        ("data.sources.0.retrieval=true", "retrieval of source 0 must be a number, got true"),
+        ("data.sources=[{file: a.jsonl}]", "unknown key 'data.sources.0.file'. Known: path, name, weight, "),
+        ("engine=fsdp2", "engine must hold settings, such as kind: ..., got 'fsdp2'"),
+        ("trainable.targets=q_proj", "trainable.targets must be attention, all-linear, or a list such as [q_proj, "),
+        ("evaluation.lengths=2048", "evaluation.lengths must be a list, such as [a, b], got 2048"),
+        ("stage=[]", "unknown key 'stage'; did you mean 'stages'?"),
+        ("training.steps=null", "training: needs its length: set steps or tokens."),
         ("training.learning_rate=-1", "training.learning_rate must be greater than 0, got -1"),
         ("trainable.kind=full", "embeddings, norms, rank, targets needs kind: lora"),
         ("data.sources.9.weight=1", "not an index into a list of 2"),
         ("data.sources.².weight=1", "not an index into a list of 2"),
         ("data.sources.0.weight=0", "weight"),
         ("data.positions=pose", "Set documents: joined"),
-        ("training.tokens=1m", "set either steps or tokens"),
+        ("training.tokens=1m", "Set one of them to null."),
         ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
-        ("extension.factor=0.5", "extension.factor must be greater than or equal to 1, got 0.5"),
-        ("training.steps=true", "training.steps: must be a number, got true"),
-        ("trainable.rank=true", "trainable.rank: must be a number, got true"),
+        ("extension.factor=0.5", "extension.factor must be at least 1, got 0.5"),
+        ("training.steps=true", "training.steps must be a number, got true"),
+        ("trainable.rank=true", "trainable.rank must be a number, got true"),
         ("training.mixed_window=maybe", "training.mixed_window must be true or false, got 'maybe'"),
-        ("data.length=0", "greater than or equal to 1"),
-        ("training.seed=134217729", "training.seed must be less than or equal to 134217728"),
+        ("data.length=0", "data.length must be at least 1"),
+        ("training.seed=134217729", "training.seed must be at most 134217728"),
         ("extension.target_length=lots", "not a number of tokens"),
         ("model", "write KEY=VALUE"),
         ("model.name=x", "and has no keys"),
@@ -76,7 +85,7 @@ def test_no_error_blames_a_setting_that_has_its_default(tmp_path: Path) -> None:
         read_settings(path, ["evaluation.mid_training_windows=3"])
     with pytest.raises(ValueError, match=r"got 8 \(its default\) and 3\."):
         read_settings(path, ["training.micro_batch_size=3"])
-    with pytest.raises(ValueError, match=r"greater than or equal to 2, got 1") as error:
+    with pytest.raises(ValueError, match=r"evaluation.windows must be at least 2, got 1") as error:
         read_settings(path, ["evaluation.windows=1"])
     assert "mid_training" not in str(error.value)
 
@@ -148,7 +157,7 @@ def test_every_mistake_is_named_at_once() -> None:
 def test_a_mistake_is_blamed_on_its_source(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^unknown key 'training\.stepss'"):
         read_settings(TINY, ["training.stepss=3"])
-    with pytest.raises(ValueError, match=re.escape(f"{TINY} with training.tokens=1m: training: set either")):
+    with pytest.raises(ValueError, match=re.escape(f"{TINY} with training.tokens=1m: training: has steps: ")):
         read_settings(TINY, ["training.tokens=1m"])
     path = tmp_path / "mine.yaml"
     path.write_text(TINY.read_text() + "stepss: 3\n")
@@ -269,10 +278,13 @@ def test_a_stage_changes_the_settings_above_it_alone() -> None:
     [
         (["stages.1.training.step=5"], "stages.1: unknown key 'training.step'; did you mean 'training.steps'?"),
         (["training.step=5"], "unknown key 'training.step'; did you mean 'training.steps'?"),
-        (["stages.1.training.tokens=1m"], f"{STAGES} with stages.1.training.tokens=1m: stages.1: training: set either"),
+        (
+            ["stages.1.training.tokens=1m"],
+            f"{STAGES} with stages.1.training.tokens=1m: stages.1: training: has steps: ",
+        ),
         (["stages.2.training.steps=5"], "not an index into a list of 2"),
         (["stages=[]"], "stages must be a list of what each stage changes"),
-        (["stages=[{training: 5, merge: true}]"], "stages.0: training must be"),
+        (["stages=[{training: 5, merge: true}]"], "stages.0: training must hold settings, such as steps: "),
         (["stages.1.model=x", "stages.0.training.precision=fp32"], "model, training.precision must be the same"),
         (["training.steps=5"], "Write stages.0.training.steps=5."),
     ],
