@@ -127,8 +127,7 @@ class Call:
         self._shared: dict[Any, Any] = {}
         self._given: list[tuple[Tensor, Tensor | None]] = []
         self._elsewhere: dict[torch.device, Call] = {}
-        # The calls of packed documents and their masks, by row and first token.
-        self._within: dict[tuple[int, int], tuple[Call, Any]] = {}
+        self._within: dict[Any, tuple[Call, Any]] = {}  # the calls of packed documents, and their masks
 
     def shared(self, layer: Layer, name: Any, make: Callable[[], Any]) -> Any:
         """What all layers with the table of `layer` share under `name`."""
@@ -213,10 +212,11 @@ class Call:
             found = []
             parts = (each[batch].split(sizes, dim=2) for each in (query, key, value))
             for (start, stop, _), q, k, v in zip(row, *parts):
-                if (index, start) not in self._within:
+                where = len(q), index, start, stop
+                if where not in self._within:
                     mask = block_mask(len(q), stop - start, stop - start, device=query.device)
-                    self._within[index, start] = Call(self.rotary, self.positions[batch, start:stop], None), mask
-                call, mask = self._within[index, start]
+                    self._within[where] = Call(self.rotary, self.positions[batch, start:stop], None), mask
+                call, mask = self._within[where]
                 found.append(call.attend(module, q, k, v, mask, **kwargs)[0])
             outputs.append(torch.cat(found, dim=1))
         return torch.cat(outputs), None
@@ -502,6 +502,7 @@ class BeforeForward:
         if positions is None:
             seen = cache.get_seq_length() if cache is not None else 0
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + seen
+        given["position_ids"] = positions
         if positions.ndim == 3 and bool((positions == positions[:1]).all()):  # mrope, of text alone
             positions = positions[0]
         if positions.ndim != 2:
@@ -516,7 +517,6 @@ class BeforeForward:
                 f"{rotary.untempered.name} does not materialise attention weights, so output_attentions=True is not "
                 "supported. Leave it out."
             )
-        given["position_ids"] = positions
         positions = positions.to(tokens.device).expand(tokens.shape[0], -1)
         if cache is not None:
             keys.expect(cache, positions, rotary.owner, self.n_layers)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function, flex_attention_mask, sdpa_mask
 
-BLOCK = 512  # queries whose mask is made at a time
+PAIRS = 2**24  # of queries and keys, whose mask is made at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,9 +154,10 @@ def ranges_of(mask: BlockMask | Tensor | None) -> tuple[Tensor, Tensor] | None:
 
 
 def _by_block(mask: BlockMask) -> tuple[Tensor, Tensor] | None:
-    found, (_, _, n_queries, n_keys) = [], mask.shape
-    for start in range(0, n_queries, BLOCK):
-        seen = mask.part(slice(start, min(start + BLOCK, n_queries)), slice(0, n_keys)).whole()
+    found, (batch, _, n_queries, n_keys) = [], mask.shape
+    size = max(16, PAIRS // (batch * n_keys))
+    for start in range(0, n_queries, size):
+        seen = mask.part(slice(start, min(start + size, n_queries)), slice(0, n_keys)).whole()
         ranges = _one_range(seen[:, 0])
         if ranges is None:
             return None
@@ -181,37 +182,17 @@ def documents_of(mask: BlockMask) -> list[list[Span]] | None:
 
     None if the mask is not made of documents and sliding windows alone, or is of a cache's later tokens.
     """
-    if mask.make["use_vmap"] or mask.make["attention_mask"] is not None or mask.shape[2] != mask.shape[3]:
+    if mask.make["attention_mask"] is not None or mask.q_offset or mask.kv_offset or mask.shape[2] != mask.shape[3]:
         return None
-    if mask.q_offset or mask.kv_offset:
+    ranges = _by_block(mask)
+    if ranges is None:
         return None
-    first = _first_seen(mask)
-    if first is None:
-        return None
+    first, end = ranges
+    if not torch.equal(end, torch.arange(1, mask.shape[3] + 1, device=end.device).expand_as(end)):
+        return None  # some see later tokens, or not themselves
     rows = [_spans(row) for row in (first[:1] if bool((first == first[:1]).all()) else first)]
     known = [row for row in rows if row is not None]
     return known if len(known) == len(rows) else None
-
-
-def _first_seen(mask: BlockMask) -> Tensor | None:
-    """The first key that each query sees, of shape (batch, query), found by bisection; None if one sees later ones."""
-    batch, _, n, _ = mask.shape
-    sees, device = mask.make["mask_function"], mask.make["device"]
-    rows, queries = torch.arange(batch, device=device)[:, None], torch.arange(n, device=device).expand(batch, n)
-    head = torch.zeros((), dtype=torch.long, device=device)
-
-    def seen(keys: Tensor) -> Tensor:
-        return sees(rows, head, queries, keys)
-
-    if not seen(queries).all() or seen((queries + 1).clamp(max=n - 1))[:, :-1].any():
-        return None
-    low, high = torch.zeros_like(queries), queries
-    while bool((low < high).any()):
-        middle = (low + high) // 2
-        found = seen(middle)
-        low, high = torch.where(found, low, middle + 1), torch.where(found, middle, high)
-    # Nor does the first token that a query sees see that query, where it is a key seen early by some queries alone.
-    return None if (sees(rows, head, low, queries) & (low < queries)).any() else low
 
 
 def _spans(first: Tensor) -> list[Span] | None:

@@ -77,16 +77,13 @@ class RetrievalRows:
         said, question, answer = rng.choice(FORMS)
         keys = [f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS]
         facts = [(who, _number(rng)) for who in rng.sample(keys, self.sentences)]
-        while True:
-            hidden = [self._sentence(f" {said}", *fact, has_loss=False) for fact in facts]
-            asked = [
-                [*self._sentence(f"\n{question}", *fact), *self._sentence(f" {answer}", *fact)]
-                for fact in rng.sample(facts, len(facts))
-            ]
-            added = len(self.prefix) + len(self.suffix) + sum(map(len, (*hidden, *asked)))
-            if added <= self.length // SHARE or len(facts) == 1:
-                break
-            facts.pop()
+        hidden = [self._sentence(f" {said}", *fact, has_loss=False) for fact in facts]
+        asked = [[*self._sentence(f"\n{question}", *fact), *self._sentence(f" {answer}", *fact)] for fact in facts]
+        ends = len(self.prefix) + len(self.suffix)
+        while (added := ends + sum(map(len, (*hidden, *asked)))) > self.length // SHARE and len(hidden) > 1:
+            hidden.pop()
+            asked.pop()
+        asked = rng.sample(asked, len(asked))
         room = self.length - added
         if room < added:
             raise ValueError(

@@ -628,8 +628,11 @@ def changed_adapter(merged: Path) -> Path | None:
     adapter = merged.with_name("adapter")
     if not (_is_adapter(adapter) and (merged / RECORD).is_file()):
         return None
-    known = AdapterBase.of_folder(merged).provenance.get("merged_from")
-    return None if known in (None, weights_fingerprint(adapter)) else adapter
+    try:
+        known = AdapterBase.of_folder(merged).provenance.get("merged_from")
+        return None if known in (None, weights_fingerprint(adapter)) else adapter
+    except ValueError:  # the record is damaged
+        return adapter
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

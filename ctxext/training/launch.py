@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import psutil
 import torch
 from jaxtyping import Int
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from ctxext.training.section import Section
 from ctxext.utils.machine import slow_in_bfloat16
 from ctxext.utils.screen import console
 from ctxext.utils.values import MAX_COUNT
@@ -44,14 +45,12 @@ _Processes = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 EngineKind = Literal["any", "single", "ddp", "fsdp2", "context_parallel", "zero3", "ulysses"]
 
 
-class EngineSettings(BaseModel):
+class EngineSettings(Section):
     """A requested engine, or the running one (all fields set, never "any"), see `engine_of`.
 
     Sizes are in processes. A group of `context_parallel_size` (ring attention, FSDP2) or `sequence_parallel_size`
     (Ulysses, ZeRO-3) processes reads the same rows, each a part of their tokens.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: EngineKind = "any"
     processes: _Processes | None = None

@@ -24,21 +24,31 @@ import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.data.sources import Source
 from ctxext.extension.method_file import opened
 from ctxext.methods import PositionRemapping, method_class
 from ctxext.models.metadata import Existing
 from ctxext.training.launch import EngineSettings
+from ctxext.training.section import Section, check_no_flag
 from ctxext.utils.json_files import read_text
-from ctxext.utils.values import MAX_COUNT, MAX_FACTOR, MAX_SIZE, MAX_TOKENS, are_words, one_line, parse_tokens, shown
+from ctxext.utils.values import (
+    MAX_COUNT,
+    MAX_FACTOR,
+    MAX_SIZE,
+    MAX_TOKENS,
+    are_words,
+    one_line,
+    parse_tokens,
+    shown,
+    suggest,
+)
 
 MAX_BUDGET = 2**50  # tokens of a whole run
 MAX_VALUES = 10_000  # in a file, an alias counted by all that it repeats
@@ -52,30 +62,6 @@ Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), _Parsed]
 Positive = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        _check_no_flag(value, cls.model_fields[str(info.field_name)].annotation)
-        return value
-
-
-def _check_no_flag(value: Any, annotation: Any, name: str = "") -> None:
-    """Raise ValueError for true or false where a number is wanted; pydantic would read them as 1 and 0."""
-    kinds = {*_kinds(annotation)}
-    if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
-        raise ValueError(f"{name}must be a number, got {str(value).lower()}")
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """A type and those that it is made of."""
-    yield annotation
-    for part in typing.get_args(annotation):
-        yield from _kinds(part)
 
 
 class ExtensionSettings(Section):
@@ -92,7 +78,7 @@ class ExtensionSettings(Section):
     target_length: Tokens | None = None
     original_max_position_embeddings: Tokens | None = None
     existing: Existing = "refuse"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("options")
     @classmethod
@@ -142,7 +128,7 @@ class DataSettings(Section):
         kinds = typing.get_type_hints(Source)
         for k, source in enumerate(sources if isinstance(sources, list) else []):
             for name in source.keys() & kinds.keys() if isinstance(source, dict) else ():
-                _check_no_flag(source[name], kinds[name], f"{name} of source {k} ")
+                check_no_flag(source[name], kinds[name], f"{name} of source {k} ")
         return sources
 
     @model_validator(mode="after")
@@ -241,6 +227,16 @@ class TrainingSettings(Section):
     keep_checkpoints: Positive = 2
     early_stopping: Count | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+
+    @field_validator("attention")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        """Unless it is a kernel on the hub (owner/name)."""
+        known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+        known = [each for each in known if not each.startswith(("paged", "ctxext", "in_attention"))]
+        if name not in known and "/" not in name:
+            raise ValueError(f"unknown attention implementation {shown(name)}{suggest(name, known)}")
+        return name
 
     @model_validator(mode="after")
     def _one_budget(self) -> TrainingSettings:
@@ -581,6 +577,7 @@ KINDS = {
     "string": "text",
     "list": "a list, such as [a, b]",
     "tuple": "a list, such as [a, b]",
+    "dict": "keys and values, such as {a: 1}",
 }
 
 
@@ -592,8 +589,14 @@ def _readable(mistake: Any) -> str:
         return f"unknown key {where!r}{_nearest(*loc)}"
     if kind == "missing":
         return f"{where} is missing."
-    if kind == "too_short":
+    if kind == "too_short" and not mistake["input"]:
         return f"{where} is empty."
+    if kind in ("too_short", "too_long"):
+        (wanted,) = (n for name, n in mistake["ctx"].items() if name in ("min_length", "max_length"))
+        return f"{where} must have {wanted} values{got}"
+    if kind == "invalid_key" or "[key]" in loc:
+        *parents, _ = (part for part in loc if part != "[key]")
+        return f"{'.'.join(map(str, parents))}: a key must be text{got}"
     if keys := _keys(Settings, loc):
         if kind.startswith("list"):
             return f"{where} must be a list, such as [{{{keys[0]}: ...}}]{got}"
@@ -625,11 +628,16 @@ def _keys(section: Any, path: Sequence[str | int]) -> list[str]:
     """The keys that exist in the section at `path`; none if a value is there."""
     for part in path:
         if isinstance(part, str):
-            section = typing.get_type_hints(section)[part]
+            section = _hints(section).get(part)
         while typing.get_origin(section) in (list, typing.Union, types.UnionType, Annotated):
             section = next(kind for kind in typing.get_args(section) if kind is not type(None))
+    return [*_hints(section)]
+
+
+def _hints(section: Any) -> dict[str, Any]:
+    """The types of a section's keys; none of a value."""
     is_section = isinstance(section, type) and (issubclass(section, BaseModel) or is_dataclass(section))
-    return [*typing.get_type_hints(section)] if is_section else []
+    return typing.get_type_hints(section) if is_section else {}
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from ctxext.data.collators import Collator, check_positions
 from ctxext.data.packing import Packed, lengths_of, pack
 from ctxext.data.sources import read_source
 from ctxext.hub.adapters import check_all_saved
-from ctxext.hub.checkpoint import extended_as_saved, load_model, saved_extension
+from ctxext.hub.checkpoint import extended_as_saved, load_model, read_config, saved_extension
 from ctxext.models.context import has_rope, read_context
 from ctxext.models.text_config import text_config_of
 from ctxext.training.checkpoints import latest_checkpoint
@@ -52,14 +52,16 @@ def micro_batches_of(settings: Settings, accelerator: Accelerator) -> int:
 
 
 def check_attention(folder: Path, name: str) -> None:
-    """Raise ValueError unless the model in `folder` runs on this machine with the attention implementation `name`."""
+    """Raise ValueError unless the model in `folder` has the attention implementation `name` on this machine."""
+    config = read_config(folder)
     try:
-        if name.startswith("ctxext"):
-            raise ValueError("it is one that ctxext sets itself")
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation=name)
+            AutoModelForCausalLM.from_config(config, attn_implementation=name, trust_remote_code=False)
     except (ValueError, ImportError) as error:
-        raise ValueError(f"training.attention={name}: {one_line(error)}. Set sdpa, which runs everywhere.") from error
+        said = one_line(error).partition(". ")[0]
+        if "attention" in said.lower():  # other errors come when it is loaded
+            other = "eager" if name == "sdpa" else "sdpa"
+            raise ValueError(f"training.attention={name}: {said}. Set training.attention to {other}.") from error
 
 
 def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int, model: Path) -> list[Packed]:

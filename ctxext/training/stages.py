@@ -127,6 +127,6 @@ def what_next(saved: Path) -> str:
     merging = next_command("merge", saved, "-o", merged)
     if not merged.exists():
         return merging
-    if changed_adapter(merged):
-        return f"{merged} was merged from other weights: remove it and {merged}.jsonl before you merge.\n{merging}"
+    if not (merged / "config.json").is_file() or changed_adapter(merged):
+        return f"{merged} was not merged from these weights: remove it and {merged}.jsonl first.\n{merging}"
     return next_measurement(merged)

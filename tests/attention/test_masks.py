@@ -14,6 +14,7 @@ from families import LENGTH, tiny_model, token_ids
 from in_attention_reference import SOFT, padded, read
 from live import EXACT_UNDER_A_CACHE, LATE, late
 from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
 from ctxext import extend_context
 from ctxext.attention import masks
@@ -150,7 +151,7 @@ def sees(kind: str) -> Any:
 @pytest.mark.parametrize("offset", [0, 25])
 @pytest.mark.parametrize("kind", ["window", "chunk", "documents", "both ways", "every second"])
 def test_the_range_of_keys_that_each_query_sees(kind: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "BLOCK", 16)
+    monkeypatch.setattr(masks, "PAIRS", 1)
     at = {"mask_function": sees(kind), "allow_is_causal_skip": False}
     mask = masks.block_mask(2, 100 - offset, 100, q_offset=offset, **at)
     whole, ranges = mask.whole()[:, 0], masks.ranges_of(mask)
@@ -164,3 +165,11 @@ def test_the_range_of_keys_that_each_query_sees(kind: str, offset: int, monkeypa
     assert (documents is None) == (bool(offset) or kind == "both ways")
     if kind == "documents" and documents:
         assert documents == [[(0, 70, 70), (70, 100, 30)]]
+
+
+def test_tokens_that_see_later_ones_far_from_them_are_in_no_documents() -> None:
+    """Transformers' overlay for the tokens of an image or a prefix, which need not be neighbours."""
+    groups = torch.tensor([[-1, 0, -1, -1, 0, -1]])
+    sees_later = or_masks(causal_mask_function, blockwise_overlay(groups))
+    mask = masks.block_mask(1, 6, 6, mask_function=sees_later, allow_is_causal_skip=False)
+    assert masks.documents_of(mask) is None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import DEVIATING, token_ids
+from families import DEVIATING, tiny_model, token_ids
 from in_attention_reference import (
     CHUNKS,
     LATE,
@@ -22,6 +22,7 @@ from in_attention_reference import (
 from torch import Tensor
 from transformers import DynamicCache
 
+from ctxext import extend_context
 from ctxext.attention import masks, rotary, softmax, tiles
 from ctxext.attention.softmax import Softmax
 
@@ -144,6 +145,7 @@ def test_gradients_of_packed_documents_are_those_of_each_alone(method: str, monk
         sides.append(mask.shape[2] * mask.shape[3])
         return whole(mask)
 
+    monkeypatch.setattr(masks, "PAIRS", 1)
     monkeypatch.setattr(masks.BlockMask, "whole", counted)
     positions = torch.stack([torch.cat([torch.arange(n) for n in of]) for of in sizes])
     logits = model(ids, position_ids=positions, use_cache=False).logits
@@ -153,6 +155,22 @@ def test_gradients_of_packed_documents_are_those_of_each_alone(method: str, monk
     assert max(sides, default=0) <= 110**2
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, want[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+@pytest.mark.parametrize("sizes", [[[80, 70], [150]], [[20, 30, 100], [31, 32, 33, 54]]])
+def test_layers_that_see_other_documents_do_not_share_them(sizes: list[list[int]], method: str) -> None:
+    """Llama 4's chunks divide long documents in some layers alone."""
+    for kinds in (["chunked_attention", "full_attention"], ["full_attention", "chunked_attention"]):
+        changes = {"attention_chunk_size": 80, "layer_types": kinds, "no_rope_layers": [1, 1], "num_local_experts": 2}
+        model = tiny_model("llama4_text", **changes, head_dim=16, intermediate_size_mlp=96).double()
+        extend_context(model, 4, method)
+        ids = token_ids(150, batch=2)
+        alone = [model(part[None], use_cache=False).logits[0] for row, of in zip(ids, sizes) for part in row.split(of)]
+        positions = torch.stack([torch.cat([torch.arange(n) for n in of]) for of in sizes])
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        assert_rows([part for row, of in zip(logits, sizes) for part in row.split(of)], alone)
 
 
 @pytest.mark.parametrize("method", METHODS)

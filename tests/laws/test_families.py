@@ -534,6 +534,19 @@ def test_text_is_extended_with_its_sections_and_vision_left(model_type: str) -> 
     assert_unchanged(model, before)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "self_extend"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl"])
+def test_packed_texts_of_a_vision_model_do_not_see_each_other(model_type: str, method: str) -> None:
+    """Its positions have four rows: those of the text, and time, height and width."""
+    model, sizes = extend_context(vision_language(model_type).double(), method=method), [60, 90]
+    ids = token_ids(sum(sizes))
+    alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in ids.split(sizes, dim=1)], dim=1)
+    positions = torch.cat([torch.arange(n) for n in sizes]).expand(4, 1, -1)
+    found = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-9)
+
+
 def test_pairs_in_an_order_of_their_own_are_each_scaled_as_themselves() -> None:
     model = vision_language("ernie4_5_vl_moe")
     rotary: Any = model.model.language_model.rotary_emb

@@ -14,7 +14,7 @@ from ctxext.assets import MODEL
 from ctxext.extension.metadata_file import weights_fingerprint
 from ctxext.hub.checkpoint import extend_folder, extended_json
 from ctxext.training.settings import Settings, read_settings
-from ctxext.training.stages import FIGURES, is_finished, starting_point
+from ctxext.training.stages import FIGURES, is_finished, starting_point, what_next
 
 CONFIG = Path(__file__).parents[2] / "recipes/configs/tiny_yarn_stages.yaml"
 
@@ -92,3 +92,24 @@ def test_every_stage_is_checked_before_the_first(tmp_path: Path) -> None:
     learned = (f"model={tmp_path / 'gpt2'}", "extension.method=null")
     with pytest.raises(ValueError, match=r"stage 2: .* makes new weights .* Train such a model in one stage"):
         starting_point(stages_in(tmp_path, *learned), 0, tmp_path / "start")
+
+
+def test_a_merged_folder_is_offered_only_if_it_was_merged_from_the_adapter(tmp_path: Path) -> None:
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    adapter.mkdir()
+    assert what_next(adapter) == f"next: ctxext merge {adapter} -o {merged}"
+    merged.mkdir()
+    assert what_next(adapter).startswith(f"{merged} was not merged from these weights: remove it")
+    (merged / "config.json").write_text("{}")
+    assert what_next(adapter).startswith(f"next: ctxext eval {merged} ")
+    for name, content in ("adapter_config.json", "{}"), ("adapter_model.safetensors", ""):
+        (adapter / name).write_text(content)
+    (merged / "ctxext.json").write_text("{")
+    assert what_next(adapter).startswith(f"{merged} was not merged from these weights: remove it")
+    assert what_next(tmp_path / "model").startswith(f"next: ctxext eval {tmp_path / 'model'} ")
+
+
+def test_a_stage_that_extends_less_than_the_one_before_is_warned_of(tmp_path: Path) -> None:
+    stages = stages_in(tmp_path, "stages.0.extension={factor: 8}", "stages.1.extension={factor: 4}")
+    with pytest.warns(UserWarning, match="stage 2 extends to 2,048 tokens, fewer than the 4,096 of the stage before"):
+        starting_point(stages, 0, tmp_path / "start")
