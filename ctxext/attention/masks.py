@@ -168,9 +168,10 @@ def _by_block(mask: BlockMask) -> tuple[Tensor, Tensor] | None:
 
 def _one_range(here: Tensor) -> tuple[Tensor, Tensor] | None:
     """The first column of each row that holds, and the one after the last; None if some between do not."""
-    low, count = here.byte().argmax(-1, keepdim=True), here.sum(-1, keepdim=True)
-    columns = torch.arange(here.shape[-1], device=here.device)
-    return (low, low + count) if torch.equal(here, (columns >= low) & (columns < low + count)) else None
+    n, low = here.shape[-1], here.byte().argmax(-1, keepdim=True)
+    high = torch.where(here.gather(-1, low), n - here.flip(-1).byte().argmax(-1, keepdim=True), low)
+    columns = torch.arange(n, device=here.device)
+    return (low, high) if torch.equal(here, (columns >= low) & (columns < high)) else None
 
 
 # The first token of a document and the one after its last, and the tokens that each sees, itself among them.
