@@ -29,7 +29,7 @@ from ctxext.models.context import read_context
 
 STATIC = ("yarn", "llama3", "ntk_by_parts", "resonance", "ntk", "pi", "abf", "cope")
 IN_ATTENTION = ("dynamic_yarn", "self_extend", "dynamic_ntk", "rerope", "dca")
-FIRST_ON_A_CPU = ("yarn", "llama3", "ntk_by_parts", "dynamic_yarn", "self_extend")
+ON_A_CPU = ("yarn", "llama3", "ntk_by_parts", "dynamic_yarn", "self_extend")
 GROWN = (3, 4)  # larger factors of yarn at the same lengths
 FITTED = Path(__file__).parents[2] / "docs/fit/smollm2.json"  # λ fitted at ×2 on the first half of Persuasion
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -38,10 +38,10 @@ FAR = 10**6  # between the trial numbers of two texts, which no file reaches
 
 @dataclass
 class Quality(Part):
-    """A cell is one variant on one text at one length, on four texts on a CPU and twelve on a GPU. A text is done for
-    all named methods before the next one, so that a stopped run has measured every method on the same texts; on a CPU
-    for five methods. Then come the lengths up to which the baseline itself finds passkeys, the fitted one, larger
-    factors, and on a CPU the other methods.
+    """A cell is one variant on one text at one length: five methods on four texts on a CPU, all on twelve on a GPU. A
+    text is done for all named methods before the next one, so that a stopped run has measured every method on the same
+    texts. Then come the lengths up to which the baseline
+    itself finds passkeys, the fitted one, and larger factors.
 
     `folder` gets a results file for each text. A round is one trial for each text and length, and two windows.
     """
@@ -90,12 +90,7 @@ class Quality(Part):
     def methods(self) -> tuple[str, ...]:
         if self.tiny:
             return ("yarn", "self_extend")
-        return STATIC + IN_ATTENTION
-
-    @property
-    def last(self) -> tuple[str, ...]:
-        """The methods that are measured after all else."""
-        return tuple(name for name in self.methods if name not in FIRST_ON_A_CPU) if self.device == "cpu" else ()
+        return STATIC + IN_ATTENTION if self.device == "cuda" else ON_A_CPU
 
     def text(self, name: str) -> str:
         """One of `names`, whole."""
@@ -155,7 +150,7 @@ class Quality(Part):
                     name, cost = f"{trial} {text} {length} own", 3 * forward_cost(self.config, length)
                     grid = replace(near, lengths=(length,))
                     cells.append(self._cell(name, cost, text, grid, self.variants[0], "own"))
-        later = ("own", *(variant.name for variant in self.variants[1 + len(self.methods) :]), *self.last)
+        later = ("own", *(variant.name for variant in self.variants[1 + len(self.methods) :]))
         rank = {word: k for k, word in enumerate(later, 1)}
         return sorted(cells, key=lambda cell: rank.get(cell.name.split()[-1], 0))
 

@@ -399,7 +399,7 @@ def test_a_finished_run_of_a_constant_schedule_is_lengthened_bit_for_bit(main, t
     said = main(longer, *changes, "training.steps=6")
     assert outcome(longer) == outcome(whole)
     assert "4 steps of 6 are done." in said
-    assert f"{merged} was merged from other weights: remove it" in said
+    assert f"{merged} was not merged from these weights: remove it" in said
     assert f"next: ctxext merge {longer / 'adapter'} -o {merged}" in said
     with prepared(merged, "ada/merged") as push:
         assert f"{longer / 'adapter'} has other weights than were merged" in push.notes()[0]
