@@ -138,7 +138,7 @@ def _attention(
         for n, (_, _, window), (q, k, v) in zip(sizes, row, parts):
             blocks = [*attention_mask.blocks(n, window, q)]
             whole = len(blocks) == 1 or kwargs.get("dropout")  # which draws other numbers when it is computed again
-            join: Any = _join if whole else _Again.apply
+            join: Any = _join if whole else _Recomputed.apply
             found.append(join(q, k, v, partial(attend, **kwargs), blocks))
         outputs.append(torch.cat(found, dim=1))
     return torch.cat(outputs), None
@@ -150,7 +150,7 @@ def _join(query: Tensor, key: Tensor, value: Tensor, attend: Any, blocks: list[B
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
-class _Again(torch.autograd.Function):
+class _Recomputed(torch.autograd.Function):
     """`_join`, computed again in the backward pass: the keys of a block, a window and more, are not kept for each."""
 
     @staticmethod
