@@ -18,7 +18,17 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys, tiles
-from ctxext.attention.masks import BlockMask, Rows, Span, as_taken, block_mask, documents_of, explicit, ranges_of
+from ctxext.attention.masks import (
+    BlockMask,
+    Rows,
+    Span,
+    as_taken,
+    block_mask,
+    by_document,
+    documents_of,
+    explicit,
+    ranges_of,
+)
 from ctxext.attention.rotary import InAttentionRotary, Layer, rotate, rotated_tiles
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
@@ -153,7 +163,8 @@ class Call:
         if isinstance(mask, BlockMask) and not mask.causal and rotary.implementation == "sdpa" and not of_the_call:
             documents = self.shared(layer, ("documents", mask), lambda: _packed(mask))
             if documents is not None:
-                return self._by_document(documents, module, query, key, value, **kwargs)
+                attend = functools.partial(self._of_document, module, **kwargs)
+                return by_document(documents, query, key, value, attend), None
         n_queries, n_keys = query.shape[2], key.shape[2]
         places = self._places(module, key)
 
@@ -201,25 +212,17 @@ class Call:
             return softmax.of_one(query, rotated_tiles(key, cos_sin, layer.convention), value, mask), None
         return self._own(module, query, rotate(key, cos_sin, layer.convention), value, mask, **kwargs)
 
-    def _by_document(
-        self, rows: list[list[Span]], module: Any, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
-    ) -> Attended:
-        """Packed documents, each of which attends to itself alone."""
-        outputs = []
-        for index, row in enumerate(rows):
-            batch = slice(None) if len(rows) == 1 else slice(index, index + 1)
-            sizes = [stop - start for start, stop, _ in row]
-            found = []
-            parts = (each[batch].split(sizes, dim=2) for each in (query, key, value))
-            for (start, stop, _), q, k, v in zip(row, *parts):
-                where = len(q), index, start, stop
-                if where not in self._within:
-                    mask = block_mask(len(q), stop - start, stop - start, device=query.device)
-                    self._within[where] = Call(self.rotary, self.positions[batch, start:stop], None), mask
-                call, mask = self._within[where]
-                found.append(call.attend(module, q, k, v, mask, **kwargs)[0])
-            outputs.append(torch.cat(found, dim=1))
-        return torch.cat(outputs), None
+    def _of_document(
+        self, module: Any, batch: slice, span: Span, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> Tensor:
+        """A packed document, which attends to itself alone."""
+        start, stop, _ = span
+        where = batch.start, start, stop
+        if where not in self._within:
+            mask = block_mask(len(query), stop - start, stop - start, device=query.device)
+            self._within[where] = Call(self.rotary, self.positions[batch, start:stop], None), mask
+        call, mask = self._within[where]
+        return call.attend(module, query, key, value, mask, **kwargs)[0]
 
     def _places(self, module: Any, key: Tensor) -> Tensor:
         """The positions of a layer's keys, of shape (batch, keys)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,20 @@ class BlockMask:
     def is_causal(self) -> bool:
         """Whether it is a plain causal mask."""
         return self.causal and self.make["attention_mask"] is None
+
+    @cached_property
+    def ranges(self) -> tuple[Tensor, Tensor] | None:
+        """As `ranges_of`, of any mask, which is made block by block."""
+        found, (batch, _, n_queries, n_keys) = [], self.shape
+        size = max(16, PAIRS // (batch * n_keys))
+        for start in range(0, n_queries, size):
+            seen = self.part(slice(start, min(start + size, n_queries)), slice(0, n_keys)).whole()
+            ranges = _one_range(seen[:, 0])
+            if ranges is None:
+                return None
+            found.append(ranges)
+        low, high = (torch.cat(sides, dim=1)[..., 0] for sides in zip(*found))
+        return low, high
 
     def part(self, rows: slice, columns: slice) -> BlockMask:
         """The mask of some queries and keys."""
@@ -141,7 +156,7 @@ def ranges_of(mask: BlockMask | Tensor | None) -> tuple[Tensor, Tensor] | None:
     if not isinstance(mask, BlockMask):
         return None
     if not mask.causal:  # packed documents, sliding windows and chunks
-        return _by_block(mask)
+        return mask.ranges
     (batch, _, n_queries, n_keys), device, padding = mask.shape, mask.device, mask.make["attention_mask"]
     low, last = torch.zeros((batch, 1), dtype=torch.long, device=device), torch.tensor(n_keys, device=device)
     if padding is not None:
@@ -151,19 +166,6 @@ def ranges_of(mask: BlockMask | Tensor | None) -> tuple[Tensor, Tensor] | None:
         low, last = held
     high = torch.arange(n_queries, device=device)[None] + (mask.q_offset - mask.kv_offset + 1)
     return low.expand(batch, n_queries), high.clamp(max=last).expand(batch, n_queries)
-
-
-def _by_block(mask: BlockMask) -> tuple[Tensor, Tensor] | None:
-    found, (batch, _, n_queries, n_keys) = [], mask.shape
-    size = max(16, PAIRS // (batch * n_keys))
-    for start in range(0, n_queries, size):
-        seen = mask.part(slice(start, min(start + size, n_queries)), slice(0, n_keys)).whole()
-        ranges = _one_range(seen[:, 0])
-        if ranges is None:
-            return None
-        found.append(ranges)
-    low, high = (torch.cat(sides, dim=1)[..., 0] for sides in zip(*found))
-    return low, high
 
 
 def _one_range(here: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -185,15 +187,34 @@ def documents_of(mask: BlockMask) -> list[list[Span]] | None:
     """
     if mask.make["attention_mask"] is not None or mask.q_offset or mask.kv_offset or mask.shape[2] != mask.shape[3]:
         return None
-    ranges = _by_block(mask)
-    if ranges is None:
+    if mask.ranges is None:
         return None
-    first, end = ranges
+    first, end = mask.ranges
     if not torch.equal(end, torch.arange(1, mask.shape[3] + 1, device=end.device).expand_as(end)):
         return None  # some see later tokens, or not themselves
     rows = [_spans(row) for row in (first[:1] if bool((first == first[:1]).all()) else first)]
     known = [row for row in rows if row is not None]
     return known if len(known) == len(rows) else None
+
+
+def by_document(
+    rows: list[list[Span]], query: Tensor, key: Tensor, value: Tensor, attend: Callable[..., Tensor]
+) -> Tensor:
+    """The attention of all documents, of shape (batch, token, head, channel).
+
+    Args:
+        rows: as from `documents_of`.
+        attend: gives that of one document, from the rows of the batch that have it, its span, and its part of the
+            tensors.
+    """
+    outputs = []
+    for index, row in enumerate(rows):
+        batch = slice(None) if len(rows) == 1 else slice(index, index + 1)
+        sizes = [stop - start for start, stop, _ in row]
+        # Slices would each take a gradient of the whole row.
+        parts = zip(*(each[batch].split(sizes, dim=2) for each in (query, key, value)))
+        outputs.append(torch.cat([attend(batch, span, *part) for span, part in zip(row, parts)], dim=1))
+    return torch.cat(outputs)
 
 
 def _spans(first: Tensor) -> list[Span] | None:

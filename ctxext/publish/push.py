@@ -348,8 +348,8 @@ def prepared(
             measured = _measured(read_results(results), extended.method, known, name)
         terms = {} if base_model is None else _license(base_model)
         changed = None if weights is None else changed_adapter(weights)
-        origins = trained is not None, changed
-        yield Push(repo_id, files, readme, extended, base_model, measured, config, about, terms, *origins)
+        finetuned = trained is not None
+        yield Push(repo_id, files, readme, extended, base_model, measured, config, about, terms, finetuned, changed)
 
 
 def _extension(method: ContextMethod, base_model: str | None) -> tuple[Any, Plan]:

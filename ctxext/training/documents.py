@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ctxext.attention.masks import BlockMask, Span, block_mask, documents_of
+from ctxext.attention.masks import BlockMask, Span, block_mask, by_document, documents_of
 from ctxext.attention.tiles import BLOCK
 from ctxext.core.apply import transformers_model
 from ctxext.core.edit import Edit
@@ -128,20 +128,16 @@ def _attention(
     attend = partial(ALL_ATTENTION_FUNCTIONS["sdpa"], module)
     if not isinstance(attention_mask, Documents):
         return attend(query, key, value, attention_mask, **kwargs)
-    rows, outputs = attention_mask.rows, []
-    for index, row in enumerate(rows):
-        batch = slice(None) if len(rows) == 1 else slice(index, index + 1)
-        sizes = [stop - start for start, stop, _ in row]
-        # Slices would each take a gradient of the whole row.
-        parts = zip(*(each[batch].split(sizes, dim=2) for each in (query, key, value)))
-        found = []
-        for n, (_, _, window), (q, k, v) in zip(sizes, row, parts):
-            blocks = [*attention_mask.blocks(n, window, q)]
-            whole = len(blocks) == 1 or kwargs.get("dropout")  # which draws other numbers when it is computed again
-            join: Any = _join if whole else _Recomputed.apply
-            found.append(join(q, k, v, partial(attend, **kwargs), blocks))
-        outputs.append(torch.cat(found, dim=1))
-    return torch.cat(outputs), None
+    attend = partial(attend, **kwargs)
+
+    def one(_: slice, span: Span, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        start, stop, window = span
+        blocks = [*attention_mask.blocks(stop - start, window, q)]
+        whole = len(blocks) == 1 or kwargs.get("dropout")  # which draws other numbers when it is computed again
+        join: Any = _join if whole else _Recomputed.apply
+        return join(q, k, v, attend, blocks)
+
+    return by_document(attention_mask.rows, query, key, value, one), None
 
 
 def _join(query: Tensor, key: Tensor, value: Tensor, attend: Any, blocks: list[Block]) -> Tensor:

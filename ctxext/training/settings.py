@@ -15,7 +15,6 @@ import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -619,9 +618,7 @@ def _nearest(*loc: str | int) -> str:
         if elsewhere:
             return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
         known.append("stages")
-    near = get_close_matches(str(name).lower(), known, n=1)
-    hint = f"; did you mean {'.'.join(map(str, [*parents, *near]))!r}?" if near else "."
-    return f"{hint} Known: {', '.join(known)}."
+    return suggest(str(name), known, within="".join(f"{part}." for part in parents))
 
 
 def _keys(section: Any, path: Sequence[str | int]) -> list[str]:

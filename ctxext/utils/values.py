@@ -105,10 +105,10 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def suggest(word: str, known: Sequence[str] | dict[str, Any]) -> str:
-    """The end of an error about an unknown `word`: the nearest known word, and all of them."""
+def suggest(word: str, known: Sequence[str] | dict[str, Any], within: str = "") -> str:
+    """The end of an error about an unknown `word`: the nearest known word, behind `within`, and all of them."""
     near = get_close_matches(str(word).lower(), list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    hint = f"; did you mean {within + near[0]!r}?" if near else "."
     return f"{hint} Known: {', '.join(known)}."
 
 

@@ -51,4 +51,4 @@ def test_an_attention_implementation_that_a_model_lacks_is_refused_with_another(
     with pytest.raises(ValueError, match=r"flash_attention_2: FlashAttention2 .*Set training\.attention to sdpa\."):
         check_attention(tmp_path / "llama", "flash_attention_2")
     (tmp_path / "llama/config.json").write_text('{"model_type": "t5", "architectures": ["T5Model"]}')
-    check_attention(tmp_path / "llama", "sdpa")  # what is wrong with it is said when it is loaded
+    check_attention(tmp_path / "llama", "sdpa")  # loading reports what is wrong with it
