@@ -1,4 +1,4 @@
-"""The base of a fine-tune's settings: no unknown keys, no infinite numbers, and no true or false for a number."""
+"""The base of a fine-tune's settings: no unknown keys, infinite numbers, empty text, or true and false for a number."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_flag_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        check_no_flag(value, cls.model_fields[str(info.field_name)].annotation)
+    def _is_meant(cls, value: Any, info: ValidationInfo) -> Any:
+        check_meant(value, cls.model_fields[str(info.field_name)].annotation)
         return value
 
 
-def check_no_flag(value: Any, annotation: Any, name: str = "") -> None:
-    """Raise ValueError for true or false where a number is wanted; pydantic would read them as 1 and 0."""
+def check_meant(value: Any, annotation: Any, name: str = "") -> None:
+    """Raise ValueError for text that is empty, as a path the current folder, and for true or false where a number is
+    wanted, which pydantic would read as 1 and 0."""
     kinds, values = {*_kinds(annotation)}, value if isinstance(value, (list, tuple)) else [value]
     flags = [each for each in values if isinstance(each, bool)]
     if flags and kinds & {int, float} and bool not in kinds:
         raise ValueError(f"{name}must be a number, got {str(flags[0]).lower()}")
+    if blank := [each for each in values if isinstance(each, str) and not each.strip()]:
+        raise ValueError(f"{name}must not be empty, got {blank[0]!r}")
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:

@@ -35,7 +35,7 @@ from ctxext.extension.method_file import opened
 from ctxext.methods import PositionRemapping, method_class
 from ctxext.models.metadata import Existing
 from ctxext.training.launch import EngineSettings
-from ctxext.training.section import Section, check_no_flag
+from ctxext.training.section import Section, check_meant
 from ctxext.utils.json_files import read_text
 from ctxext.utils.values import (
     MAX_COUNT,
@@ -123,11 +123,11 @@ class DataSettings(Section):
 
     @field_validator("sources", mode="before")
     @classmethod
-    def _no_flags_in_sources(cls, sources: Any) -> Any:
+    def _sources_are_meant(cls, sources: Any) -> Any:
         kinds = typing.get_type_hints(Source)
         for k, source in enumerate(sources if isinstance(sources, list) else []):
             for name in source.keys() & kinds.keys() if isinstance(source, dict) else ():
-                check_no_flag(source[name], kinds[name], f"{name} of source {k} ")
+                check_meant(source[name], kinds[name], f"{name} of source {k} ")
         return sources
 
     @model_validator(mode="after")
@@ -605,7 +605,7 @@ def _readable(mistake: Any) -> str:
         return f"{where} must be {wanted}{got}"
     message = mistake["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")
     message = message.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    said = f"{where}: {message}".removeprefix(": ").replace(": must be ", " must be ", 1)
+    said = f"{where}: {message}".removeprefix(": ").replace(": must ", " must ", 1)
     return said + ("" if kind == "value_error" or isinstance(mistake["input"], (dict, list)) else got)
 
 
