@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 .PHONY: demo test test-all lint prose at-scale smollm2 in-attention verify fit benchmark soak finetune positions families figures seeds fidelity engines engines-versions notebooks docs clean
 
 $(VENV)/demo.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv --upgrade-deps $(VENV)  # the pip of Python 3.11.2 resolves the tests' packages for minutes
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
