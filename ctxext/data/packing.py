@@ -16,7 +16,7 @@ import numpy as np
 from ctxext.data.retrieval import RetrievalRows
 from ctxext.data.sources import Source
 from ctxext.utils.extras import require
-from ctxext.utils.values import suggest
+from ctxext.utils.values import counted, shown, suggest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,7 +55,7 @@ class Accounting:
         added = f", {self.added:,} added to retrieve" * bool(self.added)
         rows = f"{self.tokens_in_rows:,} in rows ({self.padding:,} of padding{added}, {self.dropped:,} dropped)"
         blank = f" ({self.blank:,} more without text are skipped)" if self.blank else ""
-        return f"{self.documents:,} documents{blank}, {self.tokens_read:,} tokens, {rows}"
+        return f"{counted(self.documents, 'document')}{blank}, {self.tokens_read:,} tokens, {rows}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ def pack(
     if not targets:
         raise ValueError(
             f"no token of {source.name} has a loss: "
-            + ("no assistant turn has text." if column == "messages" else "its documents have one token each.")
+            + (_no_answers(dataset) if column == "messages" else "its documents have one token each.")
         )
     blank = len(dataset) - sum(tokenised.data.column("begins").to_pylist())
     accounting = Accounting(
@@ -283,6 +283,9 @@ def _read_chat(
 
     # A column of dicts has all keys in every row, with None for missing ones.
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    for message in messages:
+        if not isinstance(message.get("content", ""), (str, list)):  # a list of parts
+            raise ValueError(f"a turn must have text as its content, got {shown(message)}.")
     try:
         if _GENERATION.search(tokenizer.get_chat_template()):
             encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -317,6 +320,13 @@ def _read_chat(
         first, last = bisect_right(ends, begin), bisect_left(starts, end)
         marked[first:last] = [True] * (last - first)
     return encoded["input_ids"], marked
+
+
+def _no_answers(conversations: Dataset) -> str:
+    """Why conversations have no token with a loss."""
+    roles = {str(turn["role"]) for row in conversations for turn in row["messages"] or () if turn}
+    others = f" Roles: {', '.join(sorted(roles))}; that of answers must be assistant." * ("assistant" not in roles)
+    return f"no assistant turn has text.{others}"
 
 
 def _flat(lists: pa.ListArray | pa.ChunkedArray) -> np.ndarray:

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ctxext.data.retrieval import MOST
 from ctxext.utils.extras import require
-from ctxext.utils.values import MAX_TOKENS, shown, suggest
+from ctxext.utils.values import MAX_TOKENS, one_line, shown, suggest
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -197,7 +198,11 @@ def _files(found: Path) -> tuple[str, list[Path]]:
         kind = _kind(path)
         if kind is None:
             raise ValueError(f"{path} has an unknown file type{suggest(path.suffix, list(KINDS))}")
-        if _is_empty(path):
+        try:
+            is_empty = _is_empty(path)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be read ({one_line(error)}). Fix the file or remove it.") from error
+        if is_empty:
             raise ValueError(f"{path} is empty. Remove it or write it again.")
         kinds.setdefault(kind, path)
     if len(kinds) > 1:
@@ -223,12 +228,13 @@ def _bad_line(files: list[Path]) -> str:
     for path in files:
         if ".jsonl" not in path.suffixes:
             continue
-        with gzip.open(path) if _is_gzipped(path) else path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
+        number = 0
+        try:
+            with gzip.open(path) if _is_gzipped(path) else path.open("rb") as file:
+                for number, line in enumerate(file, 1):  # noqa: B007
                     json.loads(line.strip() or "null")
-                except ValueError:
-                    return f" (line {number} of {path.name})"
+        except (ValueError, EOFError, zlib.error):
+            return f" (line {number} of {path.name})"
     return ""
 
 
@@ -271,6 +277,8 @@ def _column(source: Source, dataset: Dataset) -> Dataset:
     dataset = dataset.select_columns([wanted])
     example = next((row[wanted] for row in dataset if row[wanted]), None)
     if name == "text":
+        if getattr(dataset.features[wanted], "dtype", "") not in ("string", "large_string"):  # rows of several types
+            example = next((row[wanted] for row in dataset if row[wanted] and not isinstance(row[wanted], str)), None)
         valid, what = isinstance(example, str), "text"
     else:
         turn = example[0] if isinstance(example, list) else None

@@ -135,12 +135,8 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Any, binding: dict[
         return progress
     trained = {_plain(name): parameter for name, parameter in trained_parameters(model).items()}
     tensors = path / TENSORS
-    try:
+    with _readable(tensors):
         file = safe_open(tensors, "pt")  # memory-mapped
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{tensors} is corrupt ({one_line(error)}). Remove {path} to resume from the checkpoint before it."
-        ) from error
     with file:
         held: dict[str, dict[str, Tensor]] = {}  # by parameter: its value, and AdamW's state
         for key in file.keys():  # noqa: SIM118
@@ -189,7 +185,8 @@ def check_binding(path: Path, binding: dict[str, Any], steps: int | None = None)
         ValueError: its `binding` has other settings (the error names them), it is beyond `steps`, or its state is
             malformed.
     """
-    state = read_json(path / STATE)
+    with _readable(path / STATE):
+        state = read_json(path / STATE)
     theirs, ours = state.get("binding", OBJECT), json.loads(json.dumps(binding))
     differ = [key for key in sorted({*theirs, *ours}) if theirs.get(key) != ours.get(key)]
     if "training.schedule" in differ:  # only that of a constant one does not depend on the length
@@ -214,6 +211,18 @@ def check_binding(path: Path, binding: dict[str, Any], steps: int | None = None)
     return found
 
 
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raise ValueError if a checkpoint's file cannot be read within the block."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(
+            f"{file} is corrupt ({one_line(error.__cause__ or error)}). Remove {file.parent} to resume from the "
+            "checkpoint before it."
+        ) from error
+
+
 def checkpoint_of(folder: Path, step: int) -> Path:
     """Where the checkpoint after `step` steps is."""
     return folder / f"step-{step:08d}"
@@ -234,8 +243,8 @@ def planned(training: TrainingSettings, steps: int, done: Progress) -> str:
     every, said = training.checkpoint_every, []
     if training.warmup_steps >= steps:
         said.append(
-            f"The warm-up takes {training.warmup_steps:,} steps and the run {steps:,}, so the learning rate rises to "
-            "the end: lower training.warmup_steps, or train for longer."
+            f"The warm-up takes {counted(training.warmup_steps, 'step')} and the run {steps:,}, so the learning rate "
+            "rises to the end: lower training.warmup_steps, or train for longer."
         )
     if done.step:
         said.append(f"{counted(done.step, 'step')} of {steps:,} are done.")

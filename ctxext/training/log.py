@@ -26,8 +26,12 @@ class Log:
         self.path, self.accelerator = path, accelerator
         if accelerator.is_main_process and path.exists():
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            try:
+                before = [line for line in lines if json.loads(line)["step"] <= done]
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(f"{path} is not the log of a run. Set another output, or remove that file.") from None
             kept = path.with_suffix(".partial")
-            kept.write_text("".join(line for line in lines if done and json.loads(line)["step"] <= done))
+            kept.write_text("".join(before if done else []))
             kept.replace(path)
 
     def add(self, record: dict[str, Any], **tracked: float) -> None:

@@ -358,12 +358,30 @@ class Settings(Section):
         """The folder of what was trained."""
         return Path(self.output) / ("adapter" if self.trainable.kind == "lora" else "model")
 
+    def check_output(self) -> None:
+        """Raise FileExistsError if the run would start in a folder of something else, or replace another's result."""
+        output = Path(self.output)
+        file = next((path for path in (output, *output.parents) if path.exists() and not path.is_dir()), None)
+        if file:
+            raise FileExistsError(f"{file} is a file. Set another output.")
+        names = ["config.json", "adapter_config.json", self.saved.name, *(["merged"] if self.merge else [])]
+        there = [output / name for name in names if (output / name).exists()]
+        if there and not (output / "checkpoints").exists():
+            raise FileExistsError(
+                f"{there[0]} exists, and {output} has no checkpoints to resume from. Set another output, or remove it."
+            )
+
     @contextmanager
     def base_folder(self, dry_run: bool) -> Iterator[Path]:
         """The folder of the extended base; a temporary one for a dry run, unless a run has written it already.
 
         If the block fails before the first checkpoint, the base that it wrote is removed.
+
+        Raises:
+            FileExistsError: see `check_output`.
         """
+        if not dry_run:
+            self.check_output()
         folder = Path(self.output) / "base"
         if folder.exists():
             yield folder
@@ -526,9 +544,21 @@ def _has(stage: Any, where: Sequence[str | int]) -> bool:
     return True
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key is written twice; PyYAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
+        return super().construct_mapping(node, deep)
+
+
 def _yaml(text: str, source: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     # ValueError: a date that is none, an int of more digits than Python reads.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         said = one_line(error)
@@ -600,7 +630,8 @@ def _readable(mistake: Any) -> str:
         if kind.startswith("list"):
             return f"{where} must be a list, such as [{{{keys[0]}: ...}}]{got}"
         if kind.startswith(("model", "dataclass", "dict")):
-            return f"{where} must hold settings, such as {keys[0]}: ...{got}"
+            or_null = ", or be null" * (type(None) in typing.get_args(_hints(Settings).get(where)))
+            return f"{where} must hold settings, such as {keys[0]}: ...{or_null}{got}"
     if wanted := KINDS.get(kind.partition("_")[0]):
         return f"{where} must be {wanted}{got}"
     message = mistake["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ")

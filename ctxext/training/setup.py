@@ -77,15 +77,18 @@ def packed_sources(settings: Settings, folder: Path, tokenizer: Any, length: int
         pack(source, read_source(source, folder), tokenizer, length, settings.data.documents, **options)
         for source in settings.data.sources
     ]
-    trained = read_context(config).lengths.start if has_rope(text_config_of(config)) else length
+    with_rope = has_rope(text_config_of(config))
+    trained = read_context(config).lengths.start if with_rope else length
     if settings.training.distillation:
         check_mixture(packed, trained, "training.distillation", {True})
     if settings.training.mixed_window:
         check_mixture(packed, trained, "training.mixed_window", {True, False})
-    elif settings.data.positions == "plain" and length > trained and all(n <= trained for n in lengths_of(packed)):
+    elif settings.data.positions == "plain" and with_rope and all(n <= trained for n in lengths_of(packed)):
+        what, remedy = "document", "Add longer documents, or set data.documents: joined."
+        if length <= trained:
+            what, remedy = "row", "Raise data.length, or set data.positions: pose and data.documents: joined."
         warnings.warn(
-            f"no document has more than the trained {trained:,} tokens, so no longer distance is trained. Add longer "
-            "documents, or set data.documents: joined.",
+            f"no {what} has more than the trained {trained:,} tokens, so no longer distance is trained. {remedy}",
             stacklevel=2,
         )
     return packed

@@ -250,6 +250,9 @@ def test_what_cannot_be_packed_is_refused(tokenizer, chatty, texts) -> None:
     refuse("has max_document=64, which makes short", ["a"], 9, "joined", source=Source(path="x", max_document=64))
     refuse("the tokenizer has no chat template", CHAT, 64, column="messages")
     refuse("no assistant turn has text", [CHAT[0][:1]], 64, column="messages", tokenizer=chatty)
+    refuse("Roles: user; that of answers must be assistant", [CHAT[0][:1]], 64, column="messages", tokenizer=chatty)
+    numbered = [[{"role": "user", "content": 5}, {"role": "assistant", "content": 6}]]
+    refuse("must have text as its content, got {'role'", numbered, 64, column="messages", tokenizer=chatty)
     refuse("begins with an assistant turn", [CHAT[0][1:]], 64, column="messages", tokenizer=chatty)
     top = max(tokenizer(NOVEL, verbose=False)["input_ids"])
     refuse(f"has token {top} (", [NOVEL], 256, vocab_size=top)

@@ -164,6 +164,16 @@ def test_a_checkpoint_of_other_parameters_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, other, fresh, BINDING)
 
 
+@pytest.mark.parametrize("name", ["state.json", "trained.safetensors"])
+def test_a_damaged_checkpoint_is_named_with_the_one_before_it(name: str, tmp_path: Path) -> None:
+    model, optimizer = make(TrainableSettings(rank=4))
+    path = save_checkpoint(tmp_path, model, optimizer, Progress(1), BINDING)
+    for damage in (lambda file: file.write_text("half"), Path.unlink):
+        damage(path / name)
+        with pytest.raises(ValueError, match=rf"{name} is corrupt \(.*\)\. Remove {path} to resume from"):
+            load_checkpoint(path, model, optimizer, BINDING)
+
+
 FULL_DISK = """
 import resource, sys
 from pathlib import Path

@@ -70,3 +70,8 @@ def test_lines_of_steps_that_will_be_trained_again_are_removed(tmp_path: Path) -
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     Log(path, 2, accelerator)  # type: ignore[arg-type]
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    for other in "mine\n", '{"mine": 1}\n', "[1]\n":
+        path.write_text(other)
+        with pytest.raises(ValueError, match=r"log\.jsonl is not the log of a run"):
+            Log(path, 0, accelerator)  # type: ignore[arg-type]
+        assert path.read_text() == other

@@ -65,6 +65,7 @@ def test_every_bundled_config_is_valid_and_says_where_it_was_measured(path: Path
         ("training.micro_batch_size=3", "must be a multiple of micro_batch_size, got 4 and 3"),
         ("extension.factor=0.5", "extension.factor must be at least 1, got 0.5"),
         ("training.steps=true", "training.steps must be a number, got true"),
+        ("evaluation=none", "evaluation must hold settings, such as text: ..., or be null, got 'none'"),
         ("output=' '", "output must not be empty, got ' '"),
         ("data.sources.0.path=''", "path of source 0 must not be empty, got ''"),
         ("trainable.targets=[q_proj, '']", "trainable.targets must not be empty, got ''"),
@@ -220,6 +221,37 @@ def test_a_budget_of_less_than_a_step_is_refused() -> None:
     (settings,) = read_settings(TINY, ["training.steps=null", "training.tokens=4k"])
     with pytest.raises(ValueError, match="less than one step"):
         settings.training.steps_of(2048)
+
+
+def test_a_key_that_is_written_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(TINY.read_text() + "\nmodel: another\n")
+    with pytest.raises(ValueError, match="column 1: 'model' is written twice"):
+        read_settings(path)
+    with pytest.raises(ValueError, match="'steps' is written twice"):
+        read_settings(TINY, ["training={steps: 1, steps: 2}"])
+    path.write_text("a: &b {model: x}\nc: {<<: *b, model: y}")  # what YAML merges may be written again
+    with pytest.raises(ValueError, match="unknown key"):
+        read_settings(path)
+
+
+@pytest.mark.parametrize("there", ["config.json", "adapter/adapter_model.safetensors", "merged/model.safetensors"])
+def test_a_new_run_replaces_nothing(there: str, tmp_path: Path) -> None:
+    (settings,) = read_settings(TINY, [f"output={tmp_path / 'run'}", "merge=true"])
+    with settings.base_folder(dry_run=False):
+        pass  # a new folder
+    file = tmp_path / "run" / there
+    file.parent.mkdir(parents=True)
+    file.write_text("precious")
+    with settings.base_folder(dry_run=True):
+        pass
+    with pytest.raises(FileExistsError, match=f"{there.partition('/')[0]} exists, and .* has no checkpoints to resume"):
+        settings.check_output()
+    (tmp_path / "run/checkpoints").mkdir()
+    settings.check_output()  # it resumes
+    (inside,) = read_settings(TINY, [f"output={file / 'run'}"])
+    with pytest.raises(FileExistsError, match=f"{file} is a file"):
+        inside.check_output()
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", ""])
