@@ -8,6 +8,7 @@ import math
 import re
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,10 +52,12 @@ class Source:
             and value. Only assistant turns have a loss. Without it, and without a column `text`, rows of instruction,
             input, output and system (Alpaca), or of prompt and completion (TRL), are read as conversations. One with a
             blank question, answer or turn is skipped.
+        take: read only the first so many rows. Of a hub dataset no more files are downloaded than hold them, so that it
+            need not fit on the disk.
         split, subset, revision: of a dataset; not for local files.
 
     Raises:
-        ValueError: weight <= 0, or max_document or retrieval out of range.
+        ValueError: weight <= 0, or max_document, retrieval or take out of range.
     """
 
     path: str
@@ -64,6 +67,7 @@ class Source:
     retrieval: int = 0
     text: str = "text"
     messages: str | None = None
+    take: int | None = None
     split: str = "train"
     subset: str | None = None
     revision: str | None = None
@@ -84,6 +88,8 @@ class Source:
             )
         if not 0 <= self.retrieval <= MOST:
             raise ValueError(f"retrieval of {self.name} must be 0 to {MOST} sentences, got {self.retrieval}.")
+        if self.take is not None and self.take < 1:
+            raise ValueError(f"take of {self.name} must be at least 1 row, got {self.take}.")
 
 
 def read_source(source: Source, relative_to: Path) -> Dataset:
@@ -125,7 +131,7 @@ def read_source(source: Source, relative_to: Path) -> Dataset:
                 f"{found} cannot be read as {kind}: {reason}{_bad_line(files)}. Fix the file or remove it."
             ) from error
     assert isinstance(dataset, Dataset)
-    return _column(source, dataset)
+    return _column(source, dataset if source.take is None else dataset.select(range(min(source.take, len(dataset)))))
 
 
 def _check_one_split(folder: Path, files: list[Path]) -> None:
@@ -250,12 +256,28 @@ def _from_hub(source: Source, relative_to: Path) -> Dataset:
     if is_file or not _HUB_NAME.fullmatch(source.path):
         raise FileNotFoundError(f"{source.path} was not found ({looked}). Correct the path of the source.")
     try:
+        if source.take is not None:
+            return _first_rows(source)
         return load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
     except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
             f"{source.path} was not found ({looked}, and for a dataset of this name on the hub: {error}). "
             "Correct the path of the source."
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{source.path}: {one_line(error)} Correct split or subset of the source.") from error
+
+
+def _first_rows(source: Source) -> Dataset:
+    """The first `source.take` rows of a hub dataset, cached by its commit."""
+    import xxhash
+    from datasets import Dataset, load_dataset_builder
+
+    builder = load_dataset_builder(source.path, source.subset, revision=source.revision)
+    rows: Any = builder.as_streaming_dataset(split=source.split).take(source.take)
+    key = f"{source.path} {builder.hash} {builder.config_id} {source.split} {source.take}"
+    fingerprint = xxhash.xxh64(key.encode()).hexdigest()
+    return Dataset.from_generator(partial(iter, rows), features=rows.features, fingerprint=fingerprint)
 
 
 def _column(source: Source, dataset: Dataset) -> Dataset:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
+from hub import LocalHub
 
 from ctxext.data import Source, read_source
 
@@ -231,6 +235,42 @@ def test_what_is_asked_of_files_that_only_a_hub_gives_is_refused(tmp_path: Path)
     Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match="split of saved is only for hub datasets"):
         read_source(Source(path="saved", split="train[:1]"), tmp_path)
+
+
+FIRST_ROWS = """
+import sys
+from pathlib import Path
+from ctxext.data import Source, read_source
+for options in {"take": 3}, {"take": 3}, {"take": 9}, {"take": 1, "split": "test"}, {"take": 1, "revision": "old"}:
+    try:
+        print(read_source(Source(path="ada/books", **options), Path())["text"][:])
+    except (ValueError, FileNotFoundError) as error:
+        print(error)
+"""
+
+
+def test_the_first_rows_of_a_hub_dataset_are_read_without_the_rest(tmp_path: Path) -> None:
+    files = {f"data/train-{k}.jsonl": f'{{"text": "{k}a"}}\n{{"text": "{k}b"}}\n'.encode() for k in range(4)}
+    with LocalHub() as hub:
+        hub.create("datasets/ada/books", files)
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-c", FIRST_ROWS]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path)
+        fetched = [sum(request.startswith("GET") and name in request for request in hub.requests) for name in files]
+    three, again, all_, split, revision = run.stdout.splitlines()
+    assert three == again == "['0a', '0b', '1a']"
+    assert all_ == "['0a', '0b', '1a', '1b', '2a', '2b', '3a', '3b']"
+    assert fetched[3] == 1  # for nine rows, and not for three
+    assert split.startswith("ada/books: Bad split: test.")
+    assert "ada/books was not found" in revision
+
+
+def test_the_first_rows_of_files_are_read(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl")
+    assert read_source(Source(path="a.jsonl", take=1), tmp_path)["text"][:] == TEXTS[:1]
+    assert read_source(Source(path="a.jsonl", take=99), tmp_path)["text"][:] == TEXTS
+    with pytest.raises(ValueError, match=r"take of a\.jsonl must be at least 1 row, got 0"):
+        Source(path="a.jsonl", take=0)
 
 
 def test_a_clone_of_a_dataset_is_not_read_with_its_test_split(tmp_path: Path) -> None:

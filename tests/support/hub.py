@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from threading import RLock, Thread
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -252,18 +253,25 @@ class _Handler(BaseHTTPRequestHandler):
         card = {"id": name, "sha": oid, "private": repository.private, "tags": [], "siblings": siblings}
         self.reply(200, card)
 
-    def tree(self, name: str, revision: str) -> None:
+    def tree(self, name: str, revision: str, folder: str = "") -> None:
         repository = self.readable(name)
         files = repository.commits[self.commit_in(repository, revision)]
-        entries: list[dict[str, Any]] = []
-        for path, content in sorted(files.items()):
-            entry = {"type": "file", "path": path, "size": len(content), "oid": _oid(path, content)}
-            if path.endswith(LARGE):
-                entry["lfs"] = {"oid": _oid(path, content), "size": len(content), "pointerSize": 130}
-            entries.append(entry)
+        start = f"{folder}/" if folder else ""
+        paths = [path for path in sorted(files) if path.startswith(start)]
+        if folder and not paths:
+            raise _Refused(404, f"{folder} does not exist", "EntryNotFound")
+        folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents if str(parent) != "."}
+        entries = [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders - {folder})]
+        entries += [_entry(path, files[path]) for path in paths]
         if "recursive" not in parse_qs(urlsplit(self.path).query):
-            entries = [entry for entry in entries if "/" not in entry["path"]]
+            entries = [entry for entry in entries if "/" not in entry["path"].removeprefix(start)]
         self.reply(200, entries)
+
+    def paths_info(self, name: str, revision: str) -> None:
+        repository = self.readable(name)
+        files = repository.commits[self.commit_in(repository, revision)]
+        wanted = json.loads(self.body)["paths"]
+        self.reply(200, [_entry(path, files[path]) for path in wanted if path in files])
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repository = self.readable(name)
@@ -300,6 +308,13 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    """A file as the hub lists it."""
+    oid = _oid(path, content)
+    entry = {"type": "file", "path": path, "size": len(content), "oid": oid}
+    return {**entry, "lfs": {"oid": oid, "size": len(content), "pointerSize": 130}} if path.endswith(LARGE) else entry
+
+
 def _oid(path: str, content: bytes) -> str:
     """What git calls a small file by, and the large-file storage a large one."""
     if path.endswith(LARGE):
@@ -308,6 +323,7 @@ def _oid(path: str, content: bytes) -> str:
 
 
 _NAME = r"([\w.-]+/[\w.-]+)"
+_DATASET = r"(datasets/[\w.-]+/[\w.-]+)"
 _ROUTES = [
     (("POST",), "/api/repos/create", _Handler.create),
     (("POST",), "/api/validate-yaml", _Handler.validate),
@@ -320,5 +336,10 @@ _ROUTES = [
     (("GET",), f"/api/models/{_NAME}/revision/([^/]+)", _Handler.about),
     (("GET",), f"/api/models/{_NAME}/tree/([^/]+)", _Handler.tree),
     (("GET", "HEAD"), f"/{_NAME}/resolve/([^/]+)/(.+)", _Handler.resolve),
+    (("GET",), f"/api/{_DATASET}", _Handler.about),
+    (("GET",), f"/api/{_DATASET}/revision/([^/]+)", _Handler.about),
+    (("GET",), f"/api/{_DATASET}/tree/([^/]+)/?(.*)", _Handler.tree),
+    (("POST",), f"/api/{_DATASET}/paths-info/([^/]+)", _Handler.paths_info),
+    (("GET", "HEAD"), f"/{_DATASET}/resolve/([^/]+)/(.+)", _Handler.resolve),
     (("GET", "HEAD"), "/storage/([0-9a-f]{64})", _Handler.stored),
 ]
