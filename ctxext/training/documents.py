@@ -48,7 +48,10 @@ def use_document_attention(model: nn.Module) -> Edit:
     inner = transformers_model(model)
     config, edit = text_config_of(inner.config), Edit(inner)
     if config._attn_implementation == NAME:
-        raise RuntimeError(f"{type(inner).__name__} attends to each packed document alone already. Undo that first.")
+        raise RuntimeError(
+            f"{type(inner).__name__} attends to each packed document alone already. Call `undo` of what that call "
+            "returned. In a copy it cannot be undone: copy the model before."
+        )
     if config._attn_implementation != "sdpa":
         raise RuntimeError(
             f"{type(inner).__name__} attends by {config._attn_implementation}, not by sdpa. Load it with "

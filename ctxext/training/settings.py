@@ -548,11 +548,11 @@ class _Loader(yaml.SafeLoader):
     """YAML in which no key is written twice; PyYAML takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -523,12 +523,13 @@ def test_documents_within_the_trained_length_are_warned_of(main, longest: int, i
 
 
 def test_rows_within_the_trained_length_are_warned_of(main, tmp_path: Path) -> None:
-    for changes in (), ("data.documents=joined",):
+    joined = ("data.length=512", "data.documents=joined", "data.sources=[{path: ../data/austen/emma.txt}]")
+    for changes in ("data.length=512",), joined:
         with pytest.warns(UserWarning, match="no row has more than the trained 512 tokens"):
-            main(tmp_path, "data.length=512", *changes, "--dry-run")
+            main(tmp_path, *changes, "--dry-run")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        main(tmp_path, "data.length=512", "data.documents=joined", "data.positions=pose", "--dry-run")
+        main(tmp_path, *joined, "data.positions=pose", "--dry-run")
 
 
 @pytest.mark.parametrize(
