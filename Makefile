@@ -76,7 +76,7 @@ benchmark: $(VENV)/dev.stamp
 
 in-attention: $(VENV)/dev.stamp  ## in-attention RoPE on a public model; `make smollm2` fetches it
 	$(BIN)/python benchmarks/dynamic.py --model runs/SmolLM2-135M-Instruct --trained-length 256 --windows 2 --texts 1
-	$(BIN)/ctxext compare runs/SmolLM2-135M-Instruct --target-length 16k --lengths 16k --dtype bfloat16 \
+	$(BIN)/ctxext compare runs/SmolLM2-135M-Instruct --target-length 16k --lengths 8k,16k --dtype bfloat16 \
 		--tasks perplexity,short --windows 4 --output runs/smollm2-16k.jsonl
 	$(BIN)/ctxext report runs/smollm2-16k.jsonl --output runs/report-16k.html --figures runs/figures
 	cp runs/figures/smollm2-16k.json docs/compare/

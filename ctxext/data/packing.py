@@ -285,7 +285,7 @@ def _read_chat(
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
     for message in messages:
         if not isinstance(message.get("content", ""), (str, list)):  # a list of parts
-            raise ValueError(f"a turn must have text as its content, got {shown(message)}.")
+            raise ValueError(f"a turn must have text as its content, got {shown(message)}. Write it as text.")
     try:
         if _GENERATION.search(tokenizer.get_chat_template()):
             encoded: Any = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
