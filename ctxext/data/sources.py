@@ -300,7 +300,8 @@ def _column(source: Source, dataset: Dataset) -> Dataset:
     example = next((row[wanted] for row in dataset if row[wanted]), None)
     if name == "text":
         if getattr(dataset.features[wanted], "dtype", "") not in ("string", "large_string"):  # rows of several types
-            example = next((row[wanted] for row in dataset if row[wanted] and not isinstance(row[wanted], str)), None)
+            others = (row[wanted] for row in dataset if row[wanted] and not isinstance(row[wanted], str))
+            example = next(others, example)
         valid, what = isinstance(example, str), "text"
     else:
         turn = example[0] if isinstance(example, list) else None

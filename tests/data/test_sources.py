@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 from hub import LocalHub
@@ -238,7 +240,6 @@ def test_what_is_asked_of_files_that_only_a_hub_gives_is_refused(tmp_path: Path)
 
 
 FIRST_ROWS = """
-import sys
 from pathlib import Path
 from ctxext.data import Source, read_source
 for options in {"take": 3}, {"take": 3}, {"take": 9}, {"take": 1, "split": "test"}, {"take": 1, "revision": "old"}:
@@ -263,6 +264,13 @@ def test_the_first_rows_of_a_hub_dataset_are_read_without_the_rest(tmp_path: Pat
     assert fetched[3] == 1  # for nine rows, and not for three
     assert split.startswith("ada/books: Bad split: test.")
     assert "ada/books was not found" in revision
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view"])
+def test_text_is_read_however_a_table_holds_it(kind: str, tmp_path: Path) -> None:
+    table = pa.table({"text": pa.array(TEXTS, getattr(pa, kind)())})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read_source(Source(path="a.parquet"), tmp_path)["text"][:] == TEXTS
 
 
 def test_the_first_rows_of_files_are_read(tmp_path: Path) -> None:

@@ -519,7 +519,7 @@ def test_the_stages_of_the_bundled_config_are_estimated_each_at_its_length(main,
 def test_documents_within_the_trained_length_are_warned_of(main, longest: int, is_said: bool, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         main(tmp_path, "data.length=1024", *(f"data.sources.{k}.max_document={longest}" for k in (0, 1)), "--dry-run")
-    assert any("no document has more than the trained 512 tokens" in str(each.message) for each in caught) == is_said
+    assert any("no longer distance is trained" in str(each.message) for each in caught) == is_said
 
 
 def test_rows_within_the_trained_length_are_warned_of(main, tmp_path: Path) -> None:

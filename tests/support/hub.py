@@ -267,12 +267,6 @@ class _Handler(BaseHTTPRequestHandler):
             entries = [entry for entry in entries if "/" not in entry["path"].removeprefix(start)]
         self.reply(200, entries)
 
-    def paths_info(self, name: str, revision: str) -> None:
-        repository = self.readable(name)
-        files = repository.commits[self.commit_in(repository, revision)]
-        wanted = json.loads(self.body)["paths"]
-        self.reply(200, [_entry(path, files[path]) for path in wanted if path in files])
-
     def resolve(self, name: str, revision: str, path: str) -> None:
         repository = self.readable(name)
         commit = self.commit_in(repository, revision)
@@ -339,7 +333,6 @@ _ROUTES = [
     (("GET",), f"/api/{_DATASET}", _Handler.about),
     (("GET",), f"/api/{_DATASET}/revision/([^/]+)", _Handler.about),
     (("GET",), f"/api/{_DATASET}/tree/([^/]+)/?(.*)", _Handler.tree),
-    (("POST",), f"/api/{_DATASET}/paths-info/([^/]+)", _Handler.paths_info),
     (("GET", "HEAD"), f"/{_DATASET}/resolve/([^/]+)/(.+)", _Handler.resolve),
     (("GET", "HEAD"), "/storage/([0-9a-f]{64})", _Handler.stored),
 ]
