@@ -36,7 +36,6 @@ def extend_context(
     original_max_position_embeddings: int | None = None,
     existing: Existing = "refuse",
     length: int | None = None,
-    rotated_copy: bool = False,
     **options: Any,
 ) -> Model:
     """Extend the context window of a live model, in place, and verify that it took effect.
@@ -71,8 +70,6 @@ def extend_context(
             support "refuse" and "compose".
         length: freezes a dynamic method at its scale for this many tokens, which makes it static. They become the
             target: longer than the start, and at most the one that `factor` gives.
-        rotated_copy: for in-attention methods, also cache the rotated keys: faster decoding, 1.5 times the cache
-            memory.
         **options: fields of the method, such as `beta_fast=16`.
 
     Returns:
@@ -98,7 +95,6 @@ def extend_context(
         original_max_position_embeddings=original_max_position_embeddings,
         existing=existing,
         length=length,
-        rotated_copy=rotated_copy,
         **options,
     )
     if plan.changes_weights and any(isinstance(module, DistributedDataParallel) for module in model.modules()):

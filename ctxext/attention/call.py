@@ -29,7 +29,7 @@ from ctxext.attention.masks import (
     explicit,
     ranges_of,
 )
-from ctxext.attention.rotary import InAttentionRotary, Layer, rotate, rotated_tiles
+from ctxext.attention.rotary import CosSin, InAttentionRotary, Layer, change, rotate, rotated_tiles
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
@@ -140,8 +140,8 @@ class Call:
         self._within: dict[Any, tuple[Call, Any]] = {}  # the calls of packed documents, and their masks
 
     def shared(self, layer: Layer, name: Any, make: Callable[[], Any]) -> Any:
-        """What all layers with the table of `layer` share under `name`."""
-        known = layer.label, name
+        """What all layers that rotate as `layer` does share under `name`."""
+        known = layer.label, layer.within, name
         if known not in self._shared:
             self._shared[known] = make()
         return self._shared[known]
@@ -167,8 +167,9 @@ class Call:
                 return by_document(documents, query, key, value, attend), None
         n_queries, n_keys = query.shape[2], key.shape[2]
         places = self._places(module, key)
+        store = self._store(module, key)
 
-        def turned(x: Tensor, name: Any, make: Callable[[], tuple[Tensor, Tensor]]) -> Tensor:
+        def turned(x: Tensor, name: Any, make: Callable[[], CosSin]) -> Tensor:
             return rotate(x, self.shared(layer, name, make), layer.convention)
 
         whole = rotary.method
@@ -176,35 +177,33 @@ class Call:
             times = self.shared(layer, "times", lambda: whole.query_scaling(tables.rope, positions))
             if times is not None:
                 query = query * times[:, None, :, None].to(query.dtype)
-        of_keys: tuple[Any, Callable[[], tuple[Tensor, Tensor]]]
         if layer.within or method is None:
             query = turned(query, "plain", lambda: tables.as_it_was(positions))
-            of_keys = ("plain", layer.within, n_keys), lambda: tables.as_it_was(places)
+            state = self.shared(layer, ("state", n_keys), lambda: torch.zeros_like(places))
         elif isinstance(method, PositionRemapping):
-            store = self._store(module)
             if n_queries > 1 or store is not None:
-                store = store if n_queries == 1 else None
-                return self._by_branch(_softmax(module, kwargs), layer, places, query, key, value, mask, store)
+                return self._by_branch(module, layer, places, query, key, value, mask, store, kwargs)
             # A single query: each key at its distance from the query.
             query = turned(query, "zero", lambda: tables.plain(torch.zeros_like(positions)))
-            of_keys = ("behind", n_keys), lambda: tables.plain(-method.distance(tables.rope, positions, places))
+            state = self.shared(layer, ("behind", n_keys), lambda: -method.distance(tables.rope, positions, places))
         elif of_the_call:
             used = self.shared(layer, "used", lambda: tables.of_length(positions.amax(1) + 1))
             query = turned(query, "queries", lambda: tables.scaled(positions, *used))
-            of_keys = "keys", lambda: tables.scaled(places, *used)
+            key = turned(key, "keys", lambda: tables.scaled(places, *used))
+            return self._own(module, query, key, value, mask, **kwargs)
         else:
             rungs = self.shared(layer, "rungs", lambda: tables.rungs(positions))
             if n_queries > 1:
-                return self._by_rung(module, layer, rungs, places, query, key, value, mask, kwargs)
+                return self._by_rung(module, layer, rungs, places, query, key, value, mask, store, kwargs)
             used = self.shared(layer, "used", lambda: tables.of_rung(rungs[:, 0]))
             query = turned(query, "queries", lambda: tables.scaled(positions, *used))
-            store = self._store(module)
-            if store is not None:
-                on_rung = rungs[:, :1].expand(-1, n_keys)
-                key = self._rotated_keys(store, layer, key, on_rung, lambda at: tables.scaled(places[:, at], *used))
-                return self._own(module, query, key, value, mask, **kwargs)
-            of_keys = ("keys", n_keys), lambda: tables.scaled(places, *used)
-        softmax, cos_sin = _softmax(module, kwargs), self.shared(layer, *of_keys)
+            state = self.shared(layer, ("state", n_keys), lambda: rungs[:, :1].expand(-1, n_keys))
+        if store is not None:
+            key = self._rotated_in_place(store, layer, key, places, state)
+            return self._own(module, query, key, value, mask, **kwargs)
+        before = self._before(module, layer, places)
+        cos_sin = self.shared(layer, ("keys", n_keys, id(before)), lambda: self._table(layer, places, state, before))
+        softmax = _softmax(module, kwargs)
         by_tile = n_queries == 1 and query.device.type == "cpu" and self.rotary.implementation != "eager"
         if by_tile and softmax.fused(query, key, value):
             # Rotated keys are multiplied while they are in the core's cache, and are not written to memory.
@@ -258,56 +257,94 @@ class Call:
             return output.transpose(1, 2).reshape(batch, 1, heads, value.shape[3]), None
         return self.rotary.attend(module, query, key, value, mask, **kwargs)
 
-    def _store(self, module: Any) -> Any:
-        """The cache layer that keeps a rotated copy of its keys; None if none does."""
+    def _store(self, module: Any, key: Tensor) -> Any:
+        """The cache layer in which keys can be rotated in place; None if there is none."""
         store = None if self.cache is None else self.cache.layers[module.layer_idx]
-        tracked = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        kept = self.rotary.rotated_copy and store is not None and not store.is_compileable and not tracked
-        return store if kept else None
+        if store is None or not store.appends or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        is_given_on = getattr(getattr(module, "config", None), "num_kv_shared_layers", 0)
+        return store if store.keys is key and not is_given_on else None
 
-    def _rotated_keys(
-        self, store: Any, layer: Layer, key: Tensor, state: Tensor, table: Callable[[Any], tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """All keys rotated for a single query.
+    def _table(self, layer: Layer, places: Tensor, state: Tensor, before: CosSin | None) -> CosSin:
+        """cos and sin of keys at `places`, of shape (batch, keys).
 
         Args:
-            store: the cache layer that keeps them for the next query.
-            state: what the rotation of a key at one position depends on, of shape (batch, keys).
-            table: cos and sin of some columns.
+            state: what their rotation depends on, of the same shape: rungs of scaled frequencies, remapped positions.
+            before: how they are rotated already.
         """
-
-        def turned(x: Tensor, columns: Any, name: Any) -> Tensor:
-            return rotate(x, self.shared(layer, name, lambda: table(columns)), layer.convention)
-
-        n_keys = key.shape[2]
-        kept = store.rotated
-        if kept is not None and kept.shape[0] == key.shape[0] and kept.shape[2] == n_keys - 1:
-            moved = self.shared(layer, ("moved", n_keys), lambda: (state[:, :-1] != store.state).any(0).nonzero()[:, 0])
-            kept = store.append_rotated(turned(key[:, :, -1:], slice(-1, None), "new key"))
-            if len(moved):
-                kept[:, :, moved] = turned(key[:, :, moved], moved, ("moved keys", n_keys))
+        tables, method = self.rotary.of(layer.label), self.rotary.untempered
+        if layer.within or method is None:
+            after = tables.as_it_was(places)
+        elif isinstance(method, PositionRemapping):
+            after = tables.plain(state)
         else:
-            kept = store.rotated = turned(key, slice(None), ("keys", n_keys))
-        store.state = state
-        return kept
+            after = tables.scaled(places, *tables.of_rung(state[:, 0]))
+        return after if before is None else change(before, after)
+
+    def _before(self, module: Any, layer: Layer, places: Tensor) -> CosSin | None:
+        """cos and sin by which a layer's cached keys are rotated already; None if none is."""
+        store = None if self.cache is None else self.cache.layers[module.layer_idx]
+        state = None if store is None else store.state
+        if state is None:
+            return None
+
+        def make() -> tuple[Tensor, CosSin]:
+            rotated, n_others = state.shape[1], places.shape[1] - state.shape[1]
+            cos, sin = self._table(layer, places[:, :rotated], state, None)
+            others = 0, 0, 0, n_others
+            return state, (nn.functional.pad(cos, others, value=1.0), nn.functional.pad(sin, others))
+
+        found: CosSin = self.shared(layer, ("before", id(state), places.shape[1]), make)[1]
+        return found
+
+    def _rotated_in_place(self, store: Any, layer: Layer, key: Tensor, places: Tensor, state: Tensor) -> Tensor:
+        """All keys of a cache layer, rotated as `state` says: the new ones, and those whose rotation changes."""
+        before, n_keys = store.state, key.shape[2]
+        rotated = 0 if before is None else before.shape[1]
+
+        def turn(columns: Any, name: Any, table: Callable[[], CosSin]) -> None:
+            key[:, :, columns] = rotate(key[:, :, columns], self.shared(layer, name, table), layer.convention)
+
+        def changes() -> CosSin:
+            at = places[:, moved]
+            return self._table(layer, at, state[:, moved], self._table(layer, at, before[:, moved], None))
+
+        if before is not None:
+            known = id(before), n_keys  # `before` is kept with the result, so that its id stays its own
+            moved = self.shared(
+                layer, ("moved", *known), lambda: ((before != state[:, :rotated]).any(0).nonzero()[:, 0], before)
+            )[0]
+            if len(moved):
+                turn(moved, ("changes", *known), changes)
+        new = slice(rotated, n_keys)
+        if rotated < n_keys:
+            turn(new, ("new", rotated, n_keys), lambda: self._table(layer, places[:, new], state[:, new], None))
+        store.set_state(state)
+        return key
 
     def _by_rung(
         self, module: Any, layer: Layer, rungs: Tensor, places: Tensor, query: Tensor, key: Tensor, value: Tensor,
-        mask: Any, kwargs: dict[str, Any],
+        mask: Any, store: Any, kwargs: dict[str, Any],
     ) -> Attended:  # fmt: skip
-        """Scaled frequencies: each run of queries on one rung rotates the keys that it sees by that rung."""
+        """Scaled frequencies: each run of queries on one rung rotates the keys that it sees by that rung.
+
+        Args:
+            store: the cache layer that keeps the keys rotated as the last run sees them.
+        """
         tables, positions, n_keys = self.rotary.of(layer.label), self.positions, key.shape[2]
+        before = self._before(module, layer, places)
 
         # Not shared between layers: the tables of all rungs would be as large as the keys.
-        def turned(x: Tensor, where: Tensor, used: tuple[Tensor, Tensor]) -> Tensor:
-            return rotate(x, tables.scaled(where, *used), layer.convention)
+        def turned(x: Tensor, where: Tensor, used: tuple[Tensor, Tensor], before: CosSin | None = None) -> Tensor:
+            after = tables.scaled(where, *used)
+            return rotate(x, after if before is None else change(before, after), layer.convention)
 
         if torch.compiler.is_compiling():
             # The rung of each query is unknown here, so each rung is computed for all queries.
             whole: Any = None
             for index in range(tables.n_rungs):
                 used = tables.of_rung(torch.full_like(rungs[:, 0], index))
-                rotated = turned(query, positions, used), turned(key, places, used)
+                rotated = turned(query, positions, used), turned(key, places, used, before)
                 output, _ = self._own(module, *rotated, value, mask, **kwargs)
                 whole = output if whole is None else torch.where((rungs == index)[..., None, None], output, whole)
             return whole, None
@@ -321,7 +358,11 @@ class Call:
             rows = Rows.of(mask, slice(start, stop), n_keys)
             used, end = tables.of_rung(rungs[:, start]), rows.stop
             block = turned(query[:, :, start:stop], positions[:, start:stop], used)
-            seen = turned(key[:, :, :end], places[:, :end], used)
+            if store is not None and stop == positions.shape[1]:
+                state = self.shared(layer, ("state", n_keys), lambda: rungs[:, -1:].expand(-1, n_keys))
+                seen = self._rotated_in_place(store, layer, key, places, state)[:, :, :end]
+            else:
+                seen = turned(key[:, :, :end], places[:, :end], used, before and _until(before, end))
             if joined is not None:
                 joined.add(of_run[index], block, seen, value, first=start)
                 continue
@@ -336,17 +377,17 @@ class Call:
         return torch.cat(outputs, dim=1), _joined(weights, n_keys)
 
     def _by_branch(
-        self, softmax: Softmax, layer: Layer, places: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any,
-        store: Any,
+        self, module: Any, layer: Layer, places: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+        store: Any, kwargs: dict[str, Any],
     ) -> Attended:  # fmt: skip
         """Remapped positions: queries attend within every branch, at the branch's positions.
 
         Args:
-            store: for a single query, the cache layer that keeps a copy of each key, rotated for the key's branch.
+            store: the cache layer that keeps the keys rotated, if all queries see each key in one branch.
         """
         tables, method, positions = self.rotary.of(layer.label), self.rotary.untempered, self.positions
         assert isinstance(method, PositionRemapping)
-        n_queries, n_keys = query.shape[2], key.shape[2]
+        softmax, n_queries, n_keys = _softmax(module, kwargs), query.shape[2], key.shape[2]
         branches = self.shared(layer, "branches", lambda: method.branches(tables.rope))
 
         def turned(x: Tensor, name: Any, mapped: Callable[[Tensor], Tensor], where: Tensor) -> Tensor:
@@ -355,18 +396,21 @@ class Call:
         def mapped_keys() -> Tensor:
             at = places.double()
             for branch in branches:
-                at = torch.where(branch.holds(positions, places), branch.key(places.double()), at)
+                at = torch.where(branch.holds(positions[:, :1], places), branch.key(places.double()), at)
             return at
 
         # By index, as functions cannot be dictionary keys in a compiled graph; branches may share a function.
         seen: list[Tensor] = []
-        if store is not None:
-            at = self.shared(layer, ("mapped", n_keys), mapped_keys)
-            seen = [self._rotated_keys(store, layer, key, at, lambda columns: tables.plain(at[:, columns]))]
-            seen *= len(branches)
-        for index, branch in enumerate(branches if store is None else ()):
-            done = [seen[i] for i in range(index) if branches[i].key is branch.key]
-            seen += done[:1] or [turned(key, ("key", index, n_keys), branch.key, places)]
+        if store is not None and (n_queries == 1 or all(branch.key is branches[0].key for branch in branches)):
+            state = self.shared(layer, ("state", n_keys), mapped_keys)
+            seen = [self._rotated_in_place(store, layer, key, places, state)] * len(branches)
+        else:
+            before = self._before(module, layer, places)
+            for index, branch in enumerate(branches):
+                name = "key", index, n_keys, id(before)
+                table = functools.partial(self._table, layer, places, branch.key(places.double()), before)
+                done = [seen[i] for i in range(index) if branches[i].key is branch.key]
+                seen += done[:1] or [rotate(key, self.shared(layer, name, table), layer.convention)]
 
         def mask_of(branch: Branch, tile: Tile) -> Tensor:
             held = branch.holds(positions[:, tile.rows, None], places[:, None, tile.columns])[:, None]
@@ -421,6 +465,10 @@ def _packed(mask: BlockMask) -> list[list[Span]] | None:
     rows = documents_of(mask) or []
     whole = all(window == stop - start for row in rows for start, stop, window in row)
     return rows if whole and any(len(row) > 1 for row in rows) else None
+
+
+def _until(cos_sin: CosSin, end: int) -> CosSin:
+    return cos_sin[0][:, :end], cos_sin[1][:, :end]
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:

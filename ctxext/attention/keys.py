@@ -2,13 +2,15 @@
 
 The class of a layer is replaced by a subclass, so storing, cropping, reordering and quantising still work. Positions
 are stored in a second layer of the same kind, which follows every step. transformers' dynamic layer copies all keys and
-values at every token; ours appends in place.
+values at every token; ours appends in place, and attention rotates its keys in place, so that a key is rotated again
+only when its rotation changes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,24 +50,25 @@ class Room:
 
 
 class PositionedLayer:
-    """Mixin for a cache layer that holds pre-RoPE keys.
+    """Mixin for a cache layer whose keys come before RoPE, and may be rotated in place since.
 
     Attributes:
         owner: the extension that computed the keys.
         incoming: positions of the next keys, of shape (batch, tokens); set before each forward pass.
         key_positions: positions of the keys returned by the last update, of shape (batch, keys).
-        rotated: a copy of the keys as the last single query saw them, if enabled.
-        state: what its rotations depended on, of shape (batch, keys).
+        appends: whether its keys are one tensor that grows, in which they can be rotated.
+        state: what the rotation of its first keys depends on, of shape (batch, rotated keys); later ones are not
+            rotated. None if none is.
     """
 
     owner: str
     incoming: Tensor | None
     key_positions: Tensor
-    rotated: Tensor | None
+    appends: bool
     state: Tensor | None
     keys: Tensor
     values: Tensor
-    _appends: bool
+    _keys: Tensor | None
     _places: CacheLayerMixin
     _rooms: defaultdict[str, Room]
 
@@ -78,46 +81,82 @@ class PositionedLayer:
                 f"this cache was filled under {self.owner}, but the model is no longer extended in that way. "
                 "Start from an empty cache."
             )
-        appending = self._appends and int(self._places.get_seq_length())
+        appending = self.appends and int(self._places.get_seq_length())
+        self._check_state()
         incoming = incoming.to(key_states.device)
         nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
         self.key_positions = self._places.update(incoming[:, None, :, None], nothing)[0][:, 0, :, 0]
         # With gradients, a graph may hold the keys, and an append in place would count as a change of them.
         if not appending or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        self.keys = self._rooms["keys"].append(self.keys, key_states)
-        self.values = self._rooms["values"].append(self.values, value_states)
-        return self.keys, self.values
+            found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        else:
+            self.keys = self._rooms["keys"].append(self.keys, key_states)
+            self.values = self._rooms["values"].append(self.values, value_states)
+            found = self.keys, self.values
+        self._moved()
+        return found
 
-    def append_rotated(self, new: Tensor) -> Tensor:
-        """Append keys to the rotated copy; returns the copy."""
-        assert self.rotated is not None
-        self.rotated = self._rooms["rotated"].append(self.rotated, new)
-        return self.rotated
+    def set_state(self, state: Tensor) -> None:
+        """Say what the rotation of all keys depends on, which attention has just rotated in place."""
+        self.state = state
+        self._moved()
 
-    def forget_copies(self) -> None:
-        """Drop the rotated copy, and free slots."""
-        self.rotated = self.state = None
+    def _moved(self) -> None:
+        """Remember where the keys are, if some are rotated."""
+        self._keys = None if self.state is None else self.keys
+
+    def _check_state(self) -> None:
+        """Raise RuntimeError if the keys were replaced by others, of which `state` says nothing."""
+        if self.state is None or torch.compiler.is_compiling():
+            return
+        if self._keys is None or self.keys.untyped_storage().data_ptr() != self._keys.untyped_storage().data_ptr():
+            raise RuntimeError(
+                "the keys of this cache were replaced, and how they are rotated is unknown. Keep a copy of the whole "
+                "cache (copy.deepcopy) instead of its tensors, or start from an empty cache."
+            )
+        if self.state.shape[1] > self.keys.shape[2]:
+            self.state = self.state[:, : self.keys.shape[2]]
+
+    def forget_slots(self) -> None:
         self._rooms = defaultdict(Room)
 
     def offload(self) -> None:
-        self._rooms = defaultdict(Room)  # which would keep keys and values on the device
+        self.forget_slots()  # which would keep keys and values on the device
         super().offload()  # type: ignore[misc]
+        self._moved()
+
+    def prefetch(self) -> None:
+        super().prefetch()  # type: ignore[misc]
+        self._moved()
 
 
 def _followed(name: str) -> Any:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.forget_copies()
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.forget_slots()
         getattr(self._places, name)(*args, **kwargs)
-        return getattr(super(type(self), self), name)(*args, **kwargs)
+        getattr(super(type(self), self), name)(*args, **kwargs)
+        if self.state is not None:
+            state = _FOLLOWED[name](self.state, *args, *kwargs.values())
+            self.state = None if self.keys is None else state[:, : self.keys.shape[2]]
+        self._moved()
 
     method.__name__ = name
     return method
 
 
-_FOLLOWED = (
-    "reset", "crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices", "activate_past_recording",
-)  # fmt: skip
+def _as_it_is(state: Tensor, *_: Any) -> Tensor:
+    return state
+
+
+# Operations on a cache, and what each does to the rows of a state.
+_FOLLOWED: dict[str, Callable[..., Tensor]] = {
+    "reset": _as_it_is,
+    "crop": _as_it_is,
+    "reorder_cache": lambda state, rows: state.index_select(0, rows.to(state.device)),
+    "batch_repeat_interleave": lambda state, repeats: state.repeat_interleave(repeats, dim=0),
+    "batch_select_indices": lambda state, rows: state[rows],
+    "activate_past_recording": _as_it_is,
+}
 
 
 @functools.cache
@@ -128,7 +167,7 @@ def positioned(base: type[CacheLayerMixin]) -> type[CacheLayerMixin]:
     members |= {
         "__module__": __name__,
         "_layer_type": None,
-        "_appends": base.update is DynamicLayer.update,
+        "appends": base.update is DynamicLayer.update,
         "__reduce_ex__": lambda self, protocol: (_blank, (base,), self.__dict__),
     }
     return type(f"Positioned{base.__name__.lstrip('_')}", (PositionedLayer, base), members)
@@ -189,8 +228,8 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
                 )
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)
-            new.owner, new._places = owner, _places_for(layer)
-            new.forget_copies()
+            new.owner, new._places, new.state, new._keys = owner, _places_for(layer), None, None
+            new.forget_slots()
             layer = cache.layers[index] = new
         else:
             continue  # linear attention has no keys

@@ -59,7 +59,6 @@ class InAttentionRotary(ExtendedRotary):
         layers: the layers, by index.
         attend: the model's own attention function.
         implementation: its name, such as "sdpa", which says what masks it takes.
-        rotated_copy: whether caches store a rotated copy of their keys for decoding.
         owner: the identifier of this extension in caches.
         phases: the dtype of angles, cos and sin: float32, and float64 in a float64 model.
     """
@@ -71,7 +70,6 @@ class InAttentionRotary(ExtendedRotary):
     layers: dict[int, Layer]
     attend: Callable[..., Any]
     implementation: str
-    rotated_copy: bool
     owner: str
     phases: torch.dtype
 
@@ -201,9 +199,19 @@ class Tables:
         return angles.cos() * times, angles.sin() * times
 
 
+CosSin = tuple[Float[Tensor, "#batch n pair"], Float[Tensor, "#batch n pair"]]
+
+
+def change(before: CosSin, after: CosSin) -> CosSin:
+    """cos and sin of the rotation that turns what is rotated by `before` into what is rotated by `after`."""
+    (cos, sin), (to_cos, to_sin) = before, after
+    size = cos.square() + sin.square()
+    return (to_cos * cos + to_sin * sin) / size, (to_sin * cos - to_cos * sin) / size
+
+
 def rotate(
     x: Float[Tensor, "batch heads n dim"],
-    cos_sin: tuple[Float[Tensor, "#batch n pair"], Float[Tensor, "#batch n pair"]],
+    cos_sin: CosSin,
     convention: Convention,
 ) -> Float[Tensor, "batch heads n dim"]:
     """Rotate the first 2 · pair dimensions of each head (or the last), in float32; the others are unchanged."""
@@ -224,7 +232,7 @@ def rotate(
 
 def rotated_tiles(
     x: Float[Tensor, "batch heads n dim"],
-    cos_sin: tuple[Float[Tensor, "#batch n pair"], Float[Tensor, "#batch n pair"]],
+    cos_sin: CosSin,
     convention: Convention,
     result: Float[Tensor, "batch heads n dim"] | None = None,
 ) -> Iterator[Float[Tensor, "batch heads tile dim"]]:

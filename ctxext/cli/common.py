@@ -137,7 +137,7 @@ def parse_options(pairs: Sequence[str] | None) -> dict[str, Any]:
 
     options = parse_pairs(pairs)
     for name in options:
-        if name in {*inspect.signature(extend_context).parameters, "say"} - {"rotated_copy"}:
+        if name in {*inspect.signature(extend_context).parameters, "say"}:
             raise typer.BadParameter(f"{name} is not a method option. Use its own flag (see --help).")
     return options
 
@@ -181,7 +181,7 @@ def in_settings(said: str) -> str:
     from ctxext.api import extend_context
 
     keys = {name: f"extension.{name}" for name in inspect.signature(extend_context).parameters}
-    keys |= {name: f"extension.options.{name}" for name in ("length", "rotated_copy")}
+    keys["length"] = "extension.options.length"
     return re.sub(
         rf"(?<![\w./'\"`-])({'|'.join(keys)})=(?:'([^']*)')?", lambda found: f"{keys[found[1]]}={found[2] or ''}", said
     )

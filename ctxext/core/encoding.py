@@ -67,9 +67,10 @@ class ModuleEncoding(Encoding):
         return int(mark["original"]["length"]) if mark else self.trained_length
 
     def plan(self, config: Any, request: Request) -> Plan:
-        if request.length is not None or request.rotated_copy:
-            word = "rotated_copy" if request.rotated_copy else f"length={request.length}"
-            raise ValueError(f"{word} is for rotary position embeddings, but this model has {ENCODINGS[self.name]}.")
+        if request.length is not None:
+            raise ValueError(
+                f"length={request.length} is for rotary position embeddings, but this model has {ENCODINGS[self.name]}."
+            )
         text_config = text_config_of(config)
         mark = live_mark(text_config)
         self._check_existing(request.existing, mark)

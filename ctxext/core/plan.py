@@ -24,7 +24,6 @@ class Request:
     original_max_position_embeddings: int | None = None
     existing: Existing = "refuse"
     length: int | None = None
-    rotated_copy: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,7 +55,6 @@ class Plan:
     patches: tuple[Patch, ...] = ()
     why_not_portable: str | None = None
     changes_weights: bool = False
-    rotated_copy: bool = False
     notes: tuple[str, ...] = ()
 
     # The next four as in `Lengths`.
@@ -110,7 +108,6 @@ class Plan:
             "factor": self.factor,
             "existing": self.existing,
             "original_max_position_embeddings": self.original_length,
-            "rotated_copy": self.rotated_copy,
         }
 
     def apply_to(self, text_config: Any) -> None:

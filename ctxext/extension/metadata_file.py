@@ -21,7 +21,6 @@ from ctxext.models.metadata import BESIDE, EXISTING, RECORD, Existing, still_say
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.json_files import (
     FACTOR,
-    FLAG,
     OBJECT,
     TEXT,
     TOKENS,
@@ -70,7 +69,6 @@ _KINDS = {
     "factor": FACTOR,
     "existing": EXISTING,
     "original_max_position_embeddings": or_none(TOKENS),
-    "rotated_copy": FLAG,
 }
 
 
@@ -93,7 +91,6 @@ class Record:
     factor: float
     existing: Existing
     original_max_position_embeddings: int | None
-    rotated_copy: bool
     model: BaseModel
 
     @classmethod
@@ -124,7 +121,6 @@ class Record:
         arguments: dict[str, Any] = {
             "existing": self.existing,
             "original_max_position_embeddings": self.original_max_position_embeddings,
-            "rotated_copy": self.rotated_copy,
         }
         return {**arguments, **({"factor": self.factor} if self.method is None else {"method": self.method})}
 

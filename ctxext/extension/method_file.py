@@ -108,12 +108,10 @@ def opened(method: str | ContextMethod | None) -> str | ContextMethod | None:
             "or an extension on the hub (owner/name)."
         )
     record = _on_the_hub(method)
-    more = [f"existing={record.existing!r}"] if record.existing != "refuse" else []
-    more += ["rotated_copy=True"] if record.rotated_copy else []
-    if more:
+    if record.existing != "refuse":
         raise ValueError(
-            f"{method} was made with {', '.join(more)}, which its method does not include. Load the extended model "
-            f"with ctxext.load({method!r}), or pass the values in its {RECORD} as arguments."
+            f"{method} was made with existing={record.existing!r}, which its method does not include. Load the "
+            f"extended model with ctxext.load({method!r}), or pass the values in its {RECORD} as arguments."
         )
     return record.method
 

@@ -154,12 +154,6 @@ class RopeEncoding(Encoding):
             if why_not_portable is None:
                 new = {t.label: _portable(method, ropes[t.label], facts, t, softmax_factor) for t in seen_beyond}
                 parameters = new.get("", {**parameters, **new})  # nested if the old ones were
-        cached = method is not None and method.in_attention and not getattr(method, "of_the_call", False)
-        if request.rotated_copy and not cached:
-            raise ValueError(
-                "rotated_copy applies to methods that cache keys before rotation, such as dynamic_ntk and "
-                f"self_extend, and not to {'native scaling' if method is None else method.name}. Leave it out."
-            )
         plan = RopePlan(
             encoding=self.name,
             text_config=facts.text_config,
@@ -173,7 +167,6 @@ class RopeEncoding(Encoding):
             tables=tables,
             updates={},
             why_not_portable=why_not_portable,
-            rotated_copy=request.rotated_copy,
         )
         return replace(
             plan,
@@ -273,7 +266,7 @@ def _patches(plan: RopePlan, softmax_factor: float) -> tuple[Patch, ...]:
         from ctxext.patches.in_attention import RotateInAttention  # it imports transformers
 
         ropes = {table.label: plan.ropes[table.label] for table in facts.seen_beyond(plan.start)}
-        return (RotateInAttention(facts, method, ropes, target, plan.summary, plan.rotated_copy),)
+        return (RotateInAttention(facts, method, ropes, target, plan.summary),)
     if family_of(facts.text_config).sin_cos_tables:
         return (GrowSinCos(facts.rope, plan.extended, target),)
     replaced = ReplaceRotary(facts, plan.tables, plan.summary, writes_tables=not plan.is_portable)

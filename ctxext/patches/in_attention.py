@@ -114,7 +114,6 @@ class RotateInAttention(Patch):
     ropes: dict[str, RopeGeometry]
     target_length: int
     summary: str
-    rotated_copy: bool
 
     # A different summation order alone makes a difference (1.3e-6 on a CPU without AVX; scaling one token: 1e-4).
     EFFECT_BAR: ClassVar[float] = 1e-5
@@ -164,7 +163,6 @@ class RotateInAttention(Patch):
         new = built[0]
         new.attend = call.own_attention(base, implementation)
         new.implementation = implementation
-        new.rotated_copy = self.rotated_copy
         new.owner = f"{self.method!r}, trained at {self._trained} tokens"
         # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the
         # last bit of a frequency exceeds the bar, and the table may have been cast.

@@ -29,9 +29,9 @@ def pinned(name: str):
 
 
 MODELS = {
-    **{name: functools.partial(extended, name) for name in [*METHODS, "dynamic_ntk_copy"]},
+    **{name: functools.partial(extended, name) for name in METHODS},
     **{f"{name}, pinned": functools.partial(pinned, name) for name in ("dynamic_ntk", "dynamic_yarn")},
-    "mistral": functools.partial(extended, "dynamic_ntk_copy", "mistral", sliding_window=96),
+    "mistral": functools.partial(extended, "dynamic_ntk", "mistral", sliding_window=96),
     "gemma2": functools.partial(extended, "self_extend", "gemma2"),
 }
 
@@ -59,7 +59,7 @@ def test_the_tokens_are_those_of_the_method_and_not_of_the_stock_model() -> None
     assert all(not torch.equal(one, other) for index, one in enumerate(found) for other in found[:index])
 
 
-@pytest.mark.parametrize("name", ["dynamic_ntk", "dynamic_ntk_copy", "dca", "mistral"])
+@pytest.mark.parametrize("name", ["dynamic_ntk", "dca", "mistral"])
 def test_guessed_tokens_that_are_taken_back_leave_no_trace(name: str) -> None:
     """Prompt lookup: several tokens are read at a time, and those that were guessed wrong are cropped."""
     model = MODELS[name]()

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs/in_attention.md"
 BAR = 1e-9
-COPIES = ["dynamic_ntk_copy", "self_extend_copy", "rerope_copy", "dca_copy"]
 # Qwen3.5's linear attention computes in float32.
 FAMILIES = [family for family in (*LATE_FAMILIES, *DEVIATING) if family != "qwen3_5"]
 # Those that transformers does not have, and gpt-oss' sinks, which flex attention has not on a CPU.
@@ -35,7 +34,7 @@ CACHES = {
 JOINED = {"gpt_oss"}
 CELLS = [
     (method, family, implementation)
-    for method, family, implementation in product([*METHODS, *COPIES], FAMILIES, IMPLEMENTATIONS)
+    for method, family, implementation in product(METHODS, FAMILIES, IMPLEMENTATIONS)
     if family not in IMPLEMENTATIONS[implementation]
 ]
 

@@ -141,10 +141,10 @@ def test_a_mask_of_the_new_tokens_alone_is_read_as_stock_reads_it() -> None:
     assert masks.block_mask(1, 10, 40, 30, attention_mask=mask.bool()).is_causal is False
 
 
-def test_the_evaluators_cache_keeps_its_room_and_the_rotated_copy_its_own() -> None:
+def test_the_evaluators_cache_keeps_its_room() -> None:
     from ctxext.evals.engine import KeyValues
 
-    model = extend_context(exact(), 4, "dynamic_ntk", rotated_copy=True)
+    model = extend_context(exact(), 4, "dynamic_ntk")
     cache, ids = KeyValues([True, True], 200), IDS[:, :110]
     logits(model, ids[:, :100], past_key_values=cache)
     where = cache.layers[0].keys.data_ptr()

@@ -260,7 +260,7 @@ def test_a_number_in_a_file_is_refused_before_anything_is_loaded(
 def test_the_command_line_names_file_and_field(files: Files, tmp_path: Path) -> None:
     shutil.copytree(files.folder / "late", tmp_path / "late")
     path = tmp_path / "late" / RECORD
-    path.write_text(path.read_text().replace('"rotated_copy": false', '"rotated_copy": "no"'))
+    path.write_text(path.read_text().replace('"factor": 4', '"factor": "no"'))
     for command in (["describe"], ["extend", "--dry-run"], ["export", "--engine", "vllm"]):
         result = CliRunner().invoke(commands, [command[0], str(tmp_path / "late"), *command[1:]])
         assert type(result.exception) is ValueError

@@ -265,7 +265,6 @@ def test_a_method_for_another_encoding_is_refused(model_type: str, method: str, 
     ("arguments", "message"),
     [
         ({"length": 100}, "length=100 is for rotary position embeddings"),
-        ({"rotated_copy": True}, "rotated_copy is for rotary position embeddings"),
         ({"original_max_position_embeddings": 32}, "is its trained length, 64 tokens"),
         ({"existing": "replace"}, "not extended yet. Leave it out"),
         ({"target_length": 64}, "already covers 64 tokens"),
@@ -631,23 +630,6 @@ def test_a_layer_of_a_model_that_rotates_late_is_not_run_alone(llama: Any) -> No
     hidden, positions = torch.zeros(1, 4, 64), torch.arange(4)[None]
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"without token positions.*restore_context"):
         llama.model.layers[0](hidden, position_embeddings=llama.model.rotary_emb(hidden, positions))
-
-
-@pytest.mark.parametrize("method", ["yarn", "transformers_dynamic"])
-def test_a_rotated_copy_is_for_methods_that_cache_keys_before_rotation(llama: Any, method: str) -> None:
-    refuses(
-        llama,
-        ValueError,
-        "rotated_copy",
-        f"not to {method}",
-        "dynamic_ntk",
-        method=method,
-        rotated_copy=True,
-    )
-
-
-def test_a_rotated_copy_of_a_pinned_method_is_refused(llama: Any) -> None:
-    refuses(llama, ValueError, "rotated_copy", "Leave it out", method="dynamic_ntk", length=200, rotated_copy=True)
 
 
 def test_a_group_that_cannot_cover_the_length_is_refused_with_the_one_that_can(llama: Any) -> None:

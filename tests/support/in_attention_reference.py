@@ -183,10 +183,6 @@ LATE: dict[str, tuple[Callable[[int], dict[str, Any]], Formula]] = {
     "tempered_rerope": (_named("query_temperature", base="rerope"), tempered_rerope),
     "string": (lambda n_pairs: {"factor": 1.5, "method": "string"}, string),
     "dynamic_ntk_fine": (_named("dynamic_ntk", ratio=1.1), functools.partial(dynamic_ntk, ratio=1.1)),
-    "dynamic_ntk_copy": (_named("dynamic_ntk", rotated_copy=True), dynamic_ntk),
-    "self_extend_copy": (_named("self_extend", rotated_copy=True), self_extend),
-    "rerope_copy": (_named("rerope", rotated_copy=True), rerope),
-    "dca_copy": (_named("dca", rotated_copy=True), dca),
 }
 METHODS = ["dynamic_ntk", "dynamic_yarn", "longrope", "longrope_start", "self_extend", "rerope", "dca", "string",
            "query_temperature", "tempered_rerope"]  # fmt: skip
