@@ -29,7 +29,7 @@ from ctxext.attention.masks import (
     explicit,
     ranges_of,
 )
-from ctxext.attention.rotary import CosSin, InAttentionRotary, Layer, change, rotate, rotated_tiles
+from ctxext.attention.rotary import CosSin, InAttentionRotary, Layer, change, rotate
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
@@ -203,12 +203,6 @@ class Call:
             return self._own(module, query, key, value, mask, **kwargs)
         before = self._before(module, layer, places)
         cos_sin = self.shared(layer, ("keys", n_keys, id(before)), lambda: self._table(layer, places, state, before))
-        softmax = _softmax(module, kwargs)
-        by_tile = n_queries == 1 and query.device.type == "cpu" and self.rotary.implementation != "eager"
-        if by_tile and softmax.fused(query, key, value):
-            # Rotated keys are multiplied while they are in the core's cache, and are not written to memory.
-            mask = None if isinstance(mask, BlockMask) and mask.is_causal else mask
-            return softmax.of_one(query, rotated_tiles(key, cos_sin, layer.convention), value, mask), None
         return self._own(module, query, rotate(key, cos_sin, layer.convention), value, mask, **kwargs)
 
     def _of_document(
@@ -419,9 +413,25 @@ class Call:
                 return held if part is None else held & part
             return part.masked_fill(~held, float("-inf"))
 
-        if softmax.fused(query, key, value):
-            name = "tiles", mask, n_keys
-            of_branch = self.shared(layer, name, lambda: _tiles_of_branches(branches, positions, places, mask))
+        is_fused = softmax.fused(query, key, value)
+        if is_fused and n_queries == 1 and query.device.type == "cpu":
+            whole = Tile(slice(None), slice(0, 1), slice(0, n_keys), "masked")
+
+            def every_branch() -> Tensor:
+                held = torch.cat([mask_of(branch, whole) for branch in branches], dim=2)
+                n_heads = 1 if held.shape[1] == 1 else key.shape[1]
+                groups = query.shape[1] // key.shape[1]
+                held = _finite(held, query.dtype).expand(-1, n_heads * groups, -1, -1)
+                return held.reshape(len(query), n_heads, -1, n_keys)
+
+            at = self.shared(layer, "at", lambda: torch.cat([b.query(positions.double()) for b in branches], dim=1))
+            block = turned(query.expand(-1, -1, len(branches), -1), "at every branch", lambda x: x, at)
+            masks = self.shared(layer, ("every branch", mask, n_keys), every_branch)
+            return softmax.of_branches(block, seen[0], value, masks), None
+        if is_fused:
+            of_branch = self.shared(
+                layer, ("tiles", mask, n_keys), lambda: _tiles_of_branches(branches, positions, places, mask)
+            )
             if of_branch is not None:
                 joined = Joined(softmax, query)
                 for index, branch in enumerate(branches):
@@ -465,6 +475,14 @@ def _packed(mask: BlockMask) -> list[list[Span]] | None:
     rows = documents_of(mask) or []
     whole = all(window == stop - start for row in rows for start, stop, window in row)
     return rows if whole and any(len(row) > 1 for row in rows) else None
+
+
+def _finite(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool or additive mask as finite numbers to add to scores."""
+    lowest = torch.finfo(dtype).min
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
+    return mask.to(dtype).clamp(min=lowest)
 
 
 def _until(cos_sin: CosSin, end: int) -> CosSin:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -215,47 +214,34 @@ def rotate(
     convention: Convention,
 ) -> Float[Tensor, "batch heads n dim"]:
     """Rotate the first 2 · pair dimensions of each head (or the last), in float32; the others are unchanged."""
-    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        result = x.new_empty(x.shape)
-        for _ in rotated_tiles(x, cos_sin, convention, result):
-            pass
-        return result
-    cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
-    turning, still = _dimensions(x, cos, convention)
-    first, second = _of_pairs(x[..., turning].to(torch.promote_types(x.dtype, torch.float32)), convention)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    if convention.pairs == "interleaved":
-        turned = [torch.stack(turned, dim=-1).flatten(-2)]
-    turned = [each.to(x.dtype) for each in turned]
-    return torch.cat([x[..., still], *turned] if convention.last else [*turned, x[..., still]], dim=-1)
-
-
-def rotated_tiles(
-    x: Float[Tensor, "batch heads n dim"],
-    cos_sin: CosSin,
-    convention: Convention,
-    result: Float[Tensor, "batch heads n dim"] | None = None,
-) -> Iterator[Float[Tensor, "batch heads tile dim"]]:
-    """The same without gradients, tile by tile: in float32, each until the next one, and in `result` if given."""
     exact, (batch, heads, n, dim) = torch.promote_types(x.dtype, torch.float32), x.shape
-    step = max(16, TILE // (batch * heads * dim)) if x.device.type == "cpu" else max(1, n)
-    converts, in_place = x.dtype != exact, result is not None and result.dtype == exact
-    sizes = min(step, n) if converts else 0, 0 if in_place else min(step, n)
-    whole, turned = (x.new_empty((batch, heads, size, dim), dtype=exact) for size in sizes)
     turning, still = _dimensions(x, cos_sin[0], convention)
-    given = (each.split(step, 2) for each in (x, cos_sin[0][:, None], cos_sin[1][:, None]))
-    for tile, cos, sin, place in zip(*given, repeat(None) if result is None else result.split(step, 2)):
-        if converts:
-            tile = whole[:, :, : tile.shape[2]].copy_(tile)
-        out = place if in_place else turned[:, :, : tile.shape[2]]
+    if x.numel() <= TILE or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
+        first, second = _of_pairs(x[..., turning].to(exact), convention)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        if convention.pairs == "interleaved":
+            turned = [torch.stack(turned, dim=-1).flatten(-2)]
+        turned = [each.to(x.dtype) for each in turned]
+        return torch.cat([x[..., still], *turned] if convention.last else [*turned, x[..., still]], dim=-1)
+    # Tile by tile, with one tile in float32 at a time.
+    result = x.new_empty(x.shape)
+    step = max(16, TILE // (batch * heads * dim)) if x.device.type == "cpu" else n
+    size = min(step, n) if x.dtype != exact else 0
+    before, after = (x.new_empty((batch, heads, size, dim), dtype=exact) for _ in range(2))
+    for tile, cos, sin, place in zip(
+        *(each.split(step, 2) for each in (x, cos_sin[0][:, None], cos_sin[1][:, None], result))
+    ):
+        out = place
+        if size:
+            tile, out = before[:, :, : tile.shape[2]].copy_(tile), after[:, :, : tile.shape[2]]
         (first, second), (low, high) = (_of_pairs(each[..., turning], convention) for each in (tile, out))
         torch.mul(first, cos, out=low).addcmul_(second, sin, value=-convention.sign)
         torch.mul(second, cos, out=high).addcmul_(first, sin, value=convention.sign)
-        if still.start < still.stop:
-            out[..., still] = tile[..., still]
-        if result is not None and not in_place:
+        out[..., still] = tile[..., still]
+        if size:
             place.copy_(out)
-        yield out
+    return result
 
 
 def _dimensions(x: Tensor, cos: Tensor, convention: Convention) -> tuple[slice, slice]:

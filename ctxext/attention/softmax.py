@@ -7,7 +7,7 @@ of queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from ctxext.attention.tiles import BLOCK, Tile
 
 # The most scores held at once without a flash kernel: 64 MiB in float32.
 SCORES = 2**24
+
+_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
@@ -81,28 +83,9 @@ class Softmax:
             found = (grouped @ part.key[:, :, :n_keys].transpose(-1, -2)).view(batch, heads, n_rows, n_keys)
             scores = found if scores is None else torch.where(part.holds, found, scores)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
-        return self._of_scores(scores, value[:, :, :n_keys], rows.block(slice(0, n_keys)))
-
-    def of_one(
-        self,
-        query: Float[Tensor, "batch heads 1 dim"],
-        tiles: Iterable[Float[Tensor, "batch kv_heads tile dim"]],
-        value: Float[Tensor, "batch kv_heads key dim"],
-        mask: Tensor | None,
-    ) -> Float[Tensor, "batch 1 heads dim"]:
-        """The attention output of a single query to rotated keys, which come tile by tile, in at least float32."""
-        batch, heads, _, dim = query.shape
-        exact = torch.promote_types(query.dtype, torch.float32)
-        query = query.reshape(batch * value.shape[1], -1, dim).to(exact) * self.scaling
-        scores = torch.cat([query.bmm(tile.flatten(0, 1).transpose(1, 2)) for tile in tiles], dim=-1)
-        return self._of_scores(scores.view(batch, heads, 1, -1), value, mask)
-
-    def _of_scores(self, scores: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """The same of scaled scores (batch, heads, rows, key), in at least float32."""
-        batch, heads, n_rows, n_keys = scores.shape
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
-        lowest = torch.finfo(scores.dtype).min
+        mask, lowest = rows.block(slice(0, n_keys)), torch.finfo(scores.dtype).min
         if mask is not None:
             scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
         if self.sinks is not None:
@@ -111,10 +94,32 @@ class Softmax:
         else:
             weights = scores.softmax(-1)
         weights = torch.nn.functional.dropout(weights, self.dropout, training=self.dropout > 0).to(value.dtype)
-        grouped = weights.view(batch * value.shape[1], -1, n_keys)
+        grouped = weights.view(batch * key_heads, -1, n_keys)
         # Head by head: in 16 bits, torch's batched product would copy the values of a cache with slots to spare.
-        found = torch.stack([w @ v for w, v in zip(grouped, value.flatten(0, 1))])
+        found = torch.stack([w @ v for w, v in zip(grouped, value[:, :, :n_keys].flatten(0, 1))])
         return found.view(batch, heads, n_rows, value.shape[-1]).transpose(1, 2)
+
+    def of_branches(
+        self,
+        query: Float[Tensor, "batch heads branch dim"],
+        key: Float[Tensor, "batch kv_heads key dim"],
+        value: Float[Tensor, "batch kv_heads key dim"],
+        mask: Float[Tensor, "batch mask_heads group_branch key"],
+    ) -> Float[Tensor, "batch 1 heads dim"]:
+        """The attention output of a single query on a CPU, where `fused`.
+
+        Args:
+            query: rotated for each branch.
+            mask: finite numbers that are added to the scores, so that each key is seen in one branch.
+        """
+        grouped = query.reshape(*key.shape[:2], -1, key.shape[3])
+        output, weight = _flash_on_cpu(grouped, key, value, 0.0, False, attn_mask=mask, scale=self.scaling)
+        weight = weight.reshape(query.shape[:3])
+        if self.sinks is not None:
+            sinks = self.sinks.to(weight.dtype)[None, :, None].expand(len(weight), -1, 1)
+            weight = torch.cat([weight, sinks], dim=-1)
+        share = weight.softmax(-1)[..., : query.shape[2], None]
+        return (output.reshape(query.shape) * share).sum(2, keepdim=True).transpose(1, 2).to(query.dtype)
 
 
 class Joined:
@@ -190,9 +195,7 @@ def _flash(
     elif mask is not None:
         mask = mask.to(query.dtype)
         seen = mask > torch.finfo(mask.dtype).min
-    output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scaling
-    )
+    output, weight = _flash_on_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scaling)
     if mask is not None:
         # The kernel returns 0 for a row without keys.
         weight = weight.masked_fill(~seen.any(-1), float("-inf"))

@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 )
 
 from ctxext.attention import rotary, softmax, tiles
+from ctxext.attention.call import Call
 from ctxext.attention.keys import Room, stock_class
 
 ROOM = N_TOKENS + 9
@@ -283,7 +284,7 @@ def test_a_copy_of_a_cache_goes_its_own_way(cache: str, copied) -> None:
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_a_rotated_copy_is_not_that_of_other_rows_or_tokens(method: str) -> None:
+def test_rotated_keys_are_not_taken_for_those_of_other_rows_or_tokens(method: str) -> None:
     """Beams on one rung change places; tokens are taken back, and as many others are read in their place."""
     whole, new = token_ids(130, batch=3), new_tokens(3)
     order, lost = torch.tensor([2, 0, 0]), 6
@@ -298,25 +299,63 @@ def test_a_rotated_copy_is_not_that_of_other_rows_or_tokens(method: str) -> None
     assert_rows(found, continued(method, list(whole[:, :-lost]), new))
 
 
-@pytest.mark.parametrize(("method", "moved"), [("dynamic_ntk", 0), ("self_extend_copy", 1), ("dca_copy", 0)])
-def test_a_rotated_copy_is_kept_and_grows_by_one_key(method: str, moved: int) -> None:
-    """But for the key that leaves the window of exact distances of the row that grows."""
+@pytest.mark.parametrize(("method", "moved"), [("dynamic_ntk", 0), ("self_extend", 1), ("dca", 0)])
+def test_a_key_is_rotated_again_only_when_its_rotation_changes(method: str, moved: int) -> None:
+    """When it leaves the window of exact distances of the row that grows."""
     model, store, _ = filled(method, "dynamic")
-    before = store.layers[0].rotated.clone()
+    before = store.layers[0].keys.clone()
     read(model, padded([row[:151] for row in rows()], "left"), store, [1])
-    after = store.layers[0].rotated
+    after = store.layers[0].keys
     assert after.shape[2] == before.shape[2] + 1 == 151
     assert int((after[:, :, :150] != before).any(-1).any(1).sum()) == moved
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend", "rerope", "dca"])
-def test_a_rotated_copy_changes_no_number(method: str) -> None:
-    batch, found = padded(rows(), "left"), []
-    for name in (method, f"{method}_copy"):
-        model = extended(name)
-        found.append(read(model, batch, DynamicCache(config=model.config), CHUNKS)[batch["attention_mask"].bool()])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)
+@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn", "self_extend", "rerope", "dca"])
+def test_rotating_keys_in_place_changes_no_number(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients on, keys that were rotated in place are rotated on from there."""
+    batch, found, model = padded(rows(), "left"), [], extended(method)
+    parts = CHUNKS[: len(CHUNKS) // 2], CHUNKS[len(CHUNKS) // 2 :]
+    for graph in (False, True):
+        cache = DynamicCache(config=model.config)
+        first = read(model, batch, cache, parts[0])
+        with torch.set_grad_enabled(graph):
+            second = [
+                model(
+                    input_ids=batch["input_ids"][:, end - step : end],
+                    attention_mask=batch["attention_mask"][:, :end],
+                    position_ids=batch["position_ids"][:, end - step : end],
+                    past_key_values=cache,
+                ).logits.detach()
+                for step, end in zip(parts[1], (sum(parts[0]) + sum(parts[1][: n + 1]) for n in range(len(parts[1]))))
+            ]
+        found.append(torch.cat([first, *second], dim=1)[batch["attention_mask"].bool()])
+    monkeypatch.setattr(Call, "_store", lambda *given: None)
+    found.append(read(model, batch, DynamicCache(config=model.config), CHUNKS)[batch["attention_mask"].bool()])
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_keys_put_in_place_of_rotated_ones_are_refused(method: str) -> None:
+    """How they are rotated would be unknown."""
+    model, store, _ = filled(method, "dynamic")
+    for layer in store.layers:
+        layer.keys = layer.keys.clone()
+    with pytest.raises(RuntimeError, match=r"keys of this cache were replaced.*copy\.deepcopy"):
+        read(model, padded([row[:151] for row in rows()], "left"), store, [1])
+
+
+def test_rounding_grows_slowly_as_keys_are_rotated_again_and_again() -> None:
+    """In bfloat16, each of fifteen changes of the scale rounds every key; the error grows with their number's root."""
+    changes, one_rounding = 15, 2**-9
+    model, row = extended("dynamic_ntk_fine").bfloat16(), rows()[0][None]
+    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    read(model, {"input_ids": row}, caches[0], [1] * N_TOKENS)
+    read(model, {"input_ids": row}, caches[1], [N_TOKENS])  # whose keys have been rotated once
+    again, once = (cache.layers[0].keys.double() for cache in caches)
+    error = float((again - once).norm() / once.norm())
+    assert one_rounding / 4 < error < changes**0.5 * one_rounding
 
 
 # ------------------------------------------------------------------------ tokens appended in place
@@ -330,12 +369,12 @@ def decoded(n_tokens: int):
 
 
 def test_a_token_is_appended_in_place() -> None:
-    model, cache = decoded(100)
+    model, cache = decoded(110)  # the scale stays the same up to 125 tokens
     before = cache.layers[0].keys, cache.layers[0].values
     held = [tensor.clone() for tensor in before]
     read(model, {"input_ids": rows()[0][None]}, cache, [1])
     for old, copy_, new in zip(before, held, (cache.layers[0].keys, cache.layers[0].values)):
-        assert new.shape[2] == 101
+        assert new.shape[2] == 111
         assert new.data_ptr() == old.data_ptr()
         assert torch.equal(old, copy_)
 

@@ -257,23 +257,22 @@ def test_the_scores_that_are_held_at_once_are_bounded(n_keys: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("pairs", ["half_split", "interleaved"])
-def test_a_single_query_meets_every_key_of_every_tile(pairs: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against one softmax over all pairs, in tiles of 16 keys, with a softcap, sinks and a mask."""
-    monkeypatch.setattr(rotary, "TILE", 1)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_single_query_meets_each_key_in_its_branch(with_sinks: bool) -> None:
+    """Against one softmax over all pairs; the first row sees no key in the last branch, and some keys in none."""
     generator, n_keys = torch.Generator().manual_seed(0), 107
-    query, key, value, sinks, held, angles = (
+    query, key, value, sinks = (
         torch.randn(shape, generator=generator).double()
-        for shape in ((2, 6, 1, 10), (2, 3, n_keys, 10), (2, 3, n_keys, 7), (6,), (2, 1, 1, n_keys), (2, n_keys, 3))
+        for shape in ((2, 6, 3, 10), (2, 3, n_keys, 10), (2, 3, n_keys, 10), (6,))
     )
-    cos_sin, convention, mask = (angles.cos(), angles.sin()), rotary.Convention(pairs, last=last), held > -0.5
-    of_layer = Softmax(scaling=0.3, softcap=5.0, sinks=sinks)
-    found = of_layer.of_one(query, rotary.rotated_tiles(key, cos_sin, convention), value, mask)
-    with torch.enable_grad():  # by the formula that gradients need
-        key = rotary.rotate(key, cos_sin, convention)
+    branch = torch.randint(-1, 3, (2, 1, 1, n_keys), generator=generator)
+    branch[0][branch[0] == 2] = 1
+    mask = torch.zeros(2, 1, 3, n_keys).double().masked_fill(branch != torch.arange(3)[:, None], -1e300)
+    of_layer = Softmax(scaling=0.3, sinks=sinks if with_sinks else None)
+    found = of_layer.of_branches(query, key, value, mask.repeat(1, 1, 2, 1))
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
-    scores = 5 * torch.tanh(query @ key.transpose(-1, -2) * 0.3 / 5)
-    scores = torch.cat([scores.masked_fill(~mask, -torch.inf), sinks[:, None, None].expand(2, -1, 1, 1)], dim=-1)
+    scores = (query @ key.transpose(-1, -2) * 0.3).masked_fill(mask < 0, -torch.inf).amax(2, keepdim=True)
+    if with_sinks:
+        scores = torch.cat([scores, sinks[:, None, None].expand(2, -1, 1, 1)], dim=-1)
     want = scores.softmax(-1)[..., :n_keys] @ value
     torch.testing.assert_close(found, want.transpose(1, 2), rtol=0, atol=1e-12)
