@@ -83,7 +83,7 @@ class Speed(Part):
             cells.append(Cell(f"prefill {length}", cost, lambda n=length: self.prefill(n), settings))
             cells.append(Cell(f"decode {length}", once, lambda n=length: self.decode(n)))
             cells += [
-                Cell(f"memory {length} {name}", once, lambda n=length, name=name: self.memory(name, n))
+                Cell(f"memory {length} {name}", 2 * once, lambda n=length, name=name: self.memory(name, n))
                 for name in NAMES
                 if name != AGAIN and self.device == "cpu"
             ]

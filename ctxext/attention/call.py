@@ -346,7 +346,6 @@ class Call:
         of_run: Any = None
         if isinstance(mask, BlockMask) and self.rotary.implementation != "eager" and softmax.fused(query, key, value):
             of_run = self.shared(layer, ("tiles", mask), lambda: _tiles_of_runs(mask, runs))
-        joined = None if of_run is None else Joined(softmax, query)
         outputs, weights = [], []
         for index, (start, stop) in enumerate(runs):
             rows = Rows.of(mask, slice(start, stop), n_keys)
@@ -357,8 +356,10 @@ class Call:
                 seen = self._rotated_in_place(store, layer, key, places, state)[:, :, :end]
             else:
                 seen = turned(key[:, :, :end], places[:, :end], used, before and _until(before, end))
-            if joined is not None:
-                joined.add(of_run[index], block, seen, value, first=start)
+            if of_run is not None:
+                joined = Joined(softmax, block)
+                joined.add(of_run[index], block, seen, value)
+                outputs.append(joined.result(query.dtype))
                 continue
             here = {**kwargs, "position_ids": positions[:, start:stop]}
             is_lazy = isinstance(mask, BlockMask)
@@ -366,8 +367,6 @@ class Call:
             output, weight = self._own(module, block, seen, value[:, :, :end], part, **here)
             outputs.append(output)
             weights.append(weight)
-        if joined is not None:
-            return joined.result(query.dtype), None
         return torch.cat(outputs, dim=1), _joined(weights, n_keys)
 
     def _by_branch(

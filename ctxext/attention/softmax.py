@@ -144,13 +144,11 @@ class Joined:
         query: Float[Tensor, "batch heads query dim"],
         key: Float[Tensor, "batch kv_heads key dim"],
         value: Float[Tensor, "batch kv_heads key dim"],
-        first: int = 0,
         mask: Callable[[Tile], Tensor] | None = None,
     ) -> None:
         """Add tiles of rotated queries and keys.
 
         Args:
-            first: the index in `output` of the first of `query`.
             mask: of a masked tile, bool or additive, of shape (batch, 1, rows, columns).
         """
         for tile in tiles:
@@ -161,8 +159,7 @@ class Joined:
             output, weight = _flash(q, k, v, tile.shape in ("lower", "upper"), used, self.softmax.scaling)
             if tile.shape == "upper":
                 output, weight = output.flip(2), weight.flip(2)
-            rows = slice(first + tile.rows.start, first + tile.rows.stop)
-            found, total = self.output[tile.batch, :, rows], self.total[tile.batch, :, rows]
+            found, total = self.output[tile.batch, :, tile.rows], self.total[tile.batch, :, tile.rows]
             both = torch.logaddexp(total, weight)
             # Both are -inf for a row without keys so far.
             share = (weight - both).exp_().nan_to_num_(nan=0.0)[..., None]
