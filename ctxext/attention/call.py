@@ -299,21 +299,24 @@ class Call:
         def turn(columns: Any, name: Any, table: Callable[[], CosSin]) -> None:
             key[:, :, columns] = rotate(key[:, :, columns], self.shared(layer, name, table), layer.convention)
 
+        def find_moved() -> tuple[Any, Tensor]:
+            moved = (before != state[:, :rotated]).any(0).nonzero()[:, 0]
+            # `before` is kept with what is found, so that its id stays its own.
+            return slice(rotated) if len(moved) == rotated else moved, before
+
         def changes() -> CosSin:
             at = places[:, moved]
             return self._table(layer, at, state[:, moved], self._table(layer, at, before[:, moved], None))
 
-        if before is not None:
-            known = id(before), n_keys  # `before` is kept with the result, so that its id stays its own
-            moved = self.shared(
-                layer, ("moved", *known), lambda: ((before != state[:, :rotated]).any(0).nonzero()[:, 0], before)
-            )[0]
-            if len(moved):
-                turn(moved, ("changes", *known), changes)
-        new = slice(rotated, n_keys)
-        if rotated < n_keys:
-            turn(new, ("new", rotated, n_keys), lambda: self._table(layer, places[:, new], state[:, new], None))
-        store.set_state(state)
+        with store.rotating(state):
+            if before is not None:
+                known = id(before), n_keys
+                moved = self.shared(layer, ("moved", *known), find_moved)[0]
+                if isinstance(moved, slice) or len(moved):
+                    turn(moved, ("changes", *known), changes)
+            if rotated < n_keys:
+                new = slice(rotated, n_keys)
+                turn(new, ("new", rotated, n_keys), lambda: self._table(layer, places[:, new], state[:, new], None))
         return key
 
     def _by_rung(

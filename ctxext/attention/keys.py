@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,9 +97,11 @@ class PositionedLayer:
         self._moved()
         return found
 
-    def set_state(self, state: Tensor) -> None:
-        """Say what the rotation of all keys depends on, which attention has just rotated in place."""
-        self.state = state
+    @contextmanager
+    def rotating(self, state: Tensor) -> Iterator[None]:
+        """Within a `with` block all keys are rotated in place as `state` says; if it fails, they are not used again."""
+        self.state, self._keys = state, None
+        yield
         self._moved()
 
     def _moved(self) -> None:
@@ -106,13 +109,14 @@ class PositionedLayer:
         self._keys = None if self.state is None else self.keys
 
     def _check_state(self) -> None:
-        """Raise RuntimeError if the keys were replaced by others, of which `state` says nothing."""
+        """Raise RuntimeError if `state` does not say how the keys are rotated."""
         if self.state is None or torch.compiler.is_compiling():
             return
         if self._keys is None or self.keys.untyped_storage().data_ptr() != self._keys.untyped_storage().data_ptr():
             raise RuntimeError(
-                "the keys of this cache were replaced, and how they are rotated is unknown. Keep a copy of the whole "
-                "cache (copy.deepcopy) instead of its tensors, or start from an empty cache."
+                "the keys of this cache were replaced, or a forward pass was interrupted while it rotated them, so how "
+                "they are rotated is unknown. Start from an empty cache. To go back to an earlier state, keep a copy "
+                "of the whole cache (copy.deepcopy), not its tensors."
             )
         if self.state.shape[1] > self.keys.shape[2]:
             self.state = self.state[:, : self.keys.shape[2]]

@@ -27,7 +27,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ctxext.attention import rotary, softmax, tiles
+from ctxext.attention import call, rotary, softmax, tiles
 from ctxext.attention.call import Call
 from ctxext.attention.keys import Room, stock_class
 
@@ -342,8 +342,32 @@ def test_keys_put_in_place_of_rotated_ones_are_refused(method: str) -> None:
     model, store, _ = filled(method, "dynamic")
     for layer in store.layers:
         layer.keys = layer.keys.clone()
-    with pytest.raises(RuntimeError, match=r"keys of this cache were replaced.*copy\.deepcopy"):
+    with pytest.raises(
+        RuntimeError, match=r"keys of this cache were replaced.*Start from an empty cache.*copy\.deepcopy"
+    ):
         read(model, padded([row[:151] for row in rows()], "left"), store, [1])
+
+
+@pytest.mark.parametrize("n_read", [0, 62])
+def test_a_pass_that_fails_while_it_rotates_keys_leaves_a_cache_that_is_refused(
+    n_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the prompt, and at the token that changes the scale."""
+    model, cache, batch = extended("dynamic_ntk"), DynamicCache(), {"input_ids": rows()[0][None]}
+    if n_read:
+        read(model, batch, cache, [n_read])
+
+    def interrupted(x, *given):
+        if x.shape[1] == model.config.num_key_value_heads and x.shape[2] > 1:
+            raise KeyboardInterrupt
+        return rotary.rotate(x, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(call, "rotate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            read(model, batch, cache, [20] if n_read == 0 else [1] * 8)
+    with pytest.raises(RuntimeError, match="interrupted while it rotated them"):
+        read(model, batch, cache, [1])
 
 
 def test_rounding_grows_slowly_as_keys_are_rotated_again_and_again() -> None:
