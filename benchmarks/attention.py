@@ -4,11 +4,12 @@
     python benchmarks/attention.py --dtype bfloat16         # of use where the CPU has units for it
     python benchmarks/attention.py --device cuda
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/attention.py
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python benchmarks/attention.py --dtype bfloat16
     python benchmarks/attention.py --trained 64 --lengths 128 512 --prefill 1024 --slots 256    # a look
 
 The models have SmolLM2-135M's shape with 6 of its 30 layers and share the same random weights: where weights lie in
 memory alone moves a decode step by 5%. Stock has transformers' own YaRN, with sdpa. On a CPU in float32 unless told
-otherwise, on a GPU in bfloat16.
+otherwise, on a GPU in bfloat16. The environment variables keep a CPU from its widest units, as if it had none.
 
 - Decoding runs interleaved, a step of every model behind as many cached tokens; the keys before are random numbers,
   put into the caches by their own `update`. Ratios are medians over the rounds; stock again over stock says how much

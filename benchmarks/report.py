@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -41,12 +42,13 @@ def kept(path: Path, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def cpu_units() -> str:
-    """The widest units that torch uses on this CPU: AMX, AVX512-BF16, or its own name for them."""
+    """The widest units that torch may use on this CPU: AMX, AVX512-BF16, or its own name for them."""
     widest = torch.backends.cpu.get_cpu_capability()
     if widest != "AVX512":
         return widest
     has = torch.cpu.get_capabilities()
-    return "AMX" if has["amx_bf16"] else "AVX512-BF16" if has["avx512_bf16"] else widest
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX")
+    return "AMX" if has["amx_bf16"] and "AMX" in most else "AVX512-BF16" if has["avx512_bf16"] else widest
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -446,22 +446,25 @@ def speed_table() -> str:
 
 
 def attention_table() -> str:
-    """What in-attention RoPE costs, of docs/benchmarks/attention*.json."""
+    """What in-attention RoPE costs, of docs/benchmarks/attention*.json: a column a method, a value a CPU."""
     files = sorted((ROOT / "docs/benchmarks").glob("attention-*.json"), reverse=True)
     records = [read(f"docs/benchmarks/{path.name}") for path in files]
-    columns = {f"{record['dtype']}, {record['units']}": record["figures"] for record in records}
-    judged = next(iter(columns.values()))
-    barred = {name: figure["bar"] for name, figure in judged.items() if figure["bar"] != "no bar"}
-    rows = [
-        [name, *(_judged(figures[name]) for figures in columns.values()), bar.replace("<=", "≤")]
-        for name, bar in barred.items()
-    ]
-    return table(["relative to stock", *columns, "bar"], rows)
-
-
-def _judged(figure: dict[str, Any]) -> str:
-    said = ", no bar" if figure["bar"] == "no bar" else "" if figure["ok"] else ", missed"
-    return f"{figure['value']:.4g}{said}"
+    by_dtype = {dtype: [r for r in records if r["dtype"] == dtype] for dtype in ("float32", "bfloat16")}
+    found: dict[str, dict[str, str]] = {}  # targets by kind of figure and method
+    for name, figure in records[0]["figures"].items():
+        if figure["bar"] != "no bar" and name.endswith(" over stock"):
+            what, method = name.removesuffix(" over stock").rsplit(", ", 1)
+            found.setdefault(what, {})[method] = figure["bar"].replace("<=", "≤")
+    methods = list(next(iter(found.values())))
+    rows = []
+    for what, bars in found.items():
+        for dtype, its in by_dtype.items():
+            figures = [[record["figures"][f"{what}, {method} over stock"] for record in its] for method in methods]
+            cells = [", ".join(f"{f['value']:.2f}" + " (missed)" * (not f["ok"]) for f in each) for each in figures]
+            rows.append([what, dtype, *cells, bars[methods[0]]])
+    units = "; ".join(f"{dtype}: {', '.join(record['units'] for record in its)}" for dtype, its in by_dtype.items())
+    note = f"Values by CPU units ({units}); from `docs/benchmarks/attention-*.json`."
+    return table(["relative to stock", "", *(f"`{method}`" for method in methods), "target"], rows, note)
 
 
 def _engine_records() -> list[dict[str, Any]]:

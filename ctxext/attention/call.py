@@ -278,30 +278,28 @@ class Call:
     def _before(self, module: Any, layer: Layer, places: Tensor) -> CosSin | None:
         """cos and sin by which a layer's cached keys are rotated already; None if none is."""
         store = None if self.cache is None else self.cache.layers[module.layer_idx]
-        state = None if store is None else store.state
-        if state is None:
+        if store is None or not store.rotated:
             return None
+        state, rotated, n_keys = store.state, store.rotated, places.shape[1]
 
-        def make() -> tuple[Tensor, CosSin]:
-            rotated, n_others = state.shape[1], places.shape[1] - state.shape[1]
-            cos, sin = self._table(layer, places[:, :rotated], state, None)
-            others = 0, 0, 0, n_others
-            return state, (nn.functional.pad(cos, others, value=1.0), nn.functional.pad(sin, others))
+        def make() -> tuple[CosSin, Tensor]:
+            cos, sin = self._table(layer, places[:, :rotated], state[:, :rotated], None)
+            others = 0, 0, 0, n_keys - rotated
+            # `state` is kept with what is found, so that its id stays its own.
+            return (nn.functional.pad(cos, others, value=1.0), nn.functional.pad(sin, others)), state
 
-        found: CosSin = self.shared(layer, ("before", id(state), places.shape[1]), make)[1]
+        found: CosSin = self.shared(layer, ("before", id(state), rotated, n_keys), make)[0]
         return found
 
     def _rotated_in_place(self, store: Any, layer: Layer, key: Tensor, places: Tensor, state: Tensor) -> Tensor:
         """All keys of a cache layer, rotated as `state` says: the new ones, and those whose rotation changes."""
-        before, n_keys = store.state, key.shape[2]
-        rotated = 0 if before is None else before.shape[1]
+        before, rotated, n_keys = store.state, store.rotated, key.shape[2]
 
         def turn(columns: Any, name: Any, table: Callable[[], CosSin]) -> None:
             key[:, :, columns] = rotate(key[:, :, columns], self.shared(layer, name, table), layer.convention)
 
         def find_moved() -> tuple[Any, Tensor]:
-            moved = (before != state[:, :rotated]).any(0).nonzero()[:, 0]
-            # `before` is kept with what is found, so that its id stays its own.
+            moved = (before[:, :rotated] != state[:, :rotated]).any(0).nonzero()[:, 0]
             return slice(rotated) if len(moved) == rotated else moved, before
 
         def changes() -> CosSin:
@@ -309,8 +307,8 @@ class Call:
             return self._table(layer, at, state[:, moved], self._table(layer, at, before[:, moved], None))
 
         with store.rotating(state):
-            if before is not None:
-                known = id(before), n_keys
+            if rotated:
+                known = id(before), rotated, n_keys
                 moved = self.shared(layer, ("moved", *known), find_moved)[0]
                 if isinstance(moved, slice) or len(moved):
                     turn(moved, ("changes", *known), changes)
@@ -329,19 +327,22 @@ class Call:
             store: the cache layer that keeps the keys rotated as the last run sees them.
         """
         tables, positions, n_keys = self.rotary.of(layer.label), self.positions, key.shape[2]
-        before = self._before(module, layer, places)
 
         # Not shared between layers: the tables of all rungs would be as large as the keys.
-        def turned(x: Tensor, where: Tensor, used: tuple[Tensor, Tensor], before: CosSin | None = None) -> Tensor:
-            after = tables.scaled(where, *used)
-            return rotate(x, after if before is None else change(before, after), layer.convention)
+        def turned(x: Tensor, where: Tensor, used: tuple[Tensor, Tensor]) -> Tensor:
+            return rotate(x, tables.scaled(where, *used), layer.convention)
+
+        def turned_keys(end: int, used: tuple[Tensor, Tensor]) -> Tensor:
+            before, after = self._before(module, layer, places), tables.scaled(places[:, :end], *used)
+            after = after if before is None else change((before[0][:, :end], before[1][:, :end]), after)
+            return rotate(key[:, :, :end], after, layer.convention)
 
         if torch.compiler.is_compiling():
             # The rung of each query is unknown here, so each rung is computed for all queries.
             whole: Any = None
             for index in range(tables.n_rungs):
                 used = tables.of_rung(torch.full_like(rungs[:, 0], index))
-                rotated = turned(query, positions, used), turned(key, places, used, before)
+                rotated = turned(query, positions, used), turned_keys(n_keys, used)
                 output, _ = self._own(module, *rotated, value, mask, **kwargs)
                 whole = output if whole is None else torch.where((rungs == index)[..., None, None], output, whole)
             return whole, None
@@ -358,7 +359,7 @@ class Call:
                 state = self.shared(layer, ("state", n_keys), lambda: rungs[:, -1:].expand(-1, n_keys))
                 seen = self._rotated_in_place(store, layer, key, places, state)[:, :, :end]
             else:
-                seen = turned(key[:, :, :end], places[:, :end], used, before and _until(before, end))
+                seen = turned_keys(end, used)
             if of_run is not None:
                 joined = Joined(softmax, block)
                 joined.add(of_run[index], block, seen, value)
@@ -485,10 +486,6 @@ def _finite(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
     return mask.to(dtype).clamp(min=lowest)
-
-
-def _until(cos_sin: CosSin, end: int) -> CosSin:
-    return cos_sin[0][:, :end], cos_sin[1][:, :end]
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:

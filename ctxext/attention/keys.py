@@ -58,14 +58,15 @@ class PositionedLayer:
         incoming: positions of the next keys, of shape (batch, tokens); set before each forward pass.
         key_positions: positions of the keys returned by the last update, of shape (batch, keys).
         appends: whether its keys are one tensor that grows, in which they can be rotated.
-        state: what the rotation of its first keys depends on, of shape (batch, rotated keys); later ones are not
-            rotated. None if none is.
+        rotated: how many of its first keys are rotated.
+        state: what their rotation depends on, of shape (batch, at least as many).
     """
 
     owner: str
     incoming: Tensor | None
     key_positions: Tensor
     appends: bool
+    rotated: int
     state: Tensor | None
     keys: Tensor
     values: Tensor
@@ -100,17 +101,17 @@ class PositionedLayer:
     @contextmanager
     def rotating(self, state: Tensor) -> Iterator[None]:
         """Within a `with` block all keys are rotated in place as `state` says; if it fails, they are not used again."""
-        self.state, self._keys = state, None
+        self.state, self.rotated, self._keys = state, state.shape[1], None
         yield
         self._moved()
 
     def _moved(self) -> None:
         """Remember where the keys are, if some are rotated."""
-        self._keys = None if self.state is None else self.keys
+        self._keys = self.keys if self.rotated else None
 
     def _check_state(self) -> None:
         """Raise RuntimeError if `state` does not say how the keys are rotated."""
-        if self.state is None or torch.compiler.is_compiling():
+        if not self.rotated or torch.compiler.is_compiling():
             return
         if self._keys is None or self.keys.untyped_storage().data_ptr() != self._keys.untyped_storage().data_ptr():
             raise RuntimeError(
@@ -118,8 +119,7 @@ class PositionedLayer:
                 "they are rotated is unknown. Start from an empty cache. To go back to an earlier state, keep a copy "
                 "of the whole cache (copy.deepcopy), not its tensors."
             )
-        if self.state.shape[1] > self.keys.shape[2]:
-            self.state = self.state[:, : self.keys.shape[2]]
+        self.rotated = min(self.rotated, self.keys.shape[2])
 
     def forget_slots(self) -> None:
         self._rooms = defaultdict(Room)
@@ -139,9 +139,9 @@ def _followed(name: str) -> Any:
         self.forget_slots()
         getattr(self._places, name)(*args, **kwargs)
         getattr(super(type(self), self), name)(*args, **kwargs)
-        if self.state is not None:
-            state = _FOLLOWED[name](self.state, *args, *kwargs.values())
-            self.state = None if self.keys is None else state[:, : self.keys.shape[2]]
+        if self.rotated:
+            self.state = _FOLLOWED[name](self.state, *args, *kwargs.values())
+            self.rotated = 0 if self.keys is None else min(self.rotated, self.keys.shape[2])
         self._moved()
 
     method.__name__ = name
@@ -232,7 +232,8 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
                 )
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)
-            new.owner, new._places, new.state, new._keys = owner, _places_for(layer), None, None
+            new.owner, new._places = owner, _places_for(layer)
+            new.rotated, new.state, new._keys = 0, None, None
             new.forget_slots()
             layer = cache.layers[index] = new
         else:
