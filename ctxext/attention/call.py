@@ -18,14 +18,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys, tiles
+from ctxext.attention.documents import attend_by_block, by_document
 from ctxext.attention.masks import (
     BlockMask,
     Rows,
     Span,
     as_taken,
     block_mask,
-    by_document,
-    documents_of,
     explicit,
     ranges_of,
 )
@@ -160,7 +159,8 @@ class Call:
         if layer.convention.pairs == "none":
             return self._own(module, query, key, value, mask, **kwargs)
         of_the_call = isinstance(method, RopeScaling) and method.of_the_call
-        if isinstance(mask, BlockMask) and not mask.causal and rotary.implementation == "sdpa" and not of_the_call:
+        by_block = isinstance(mask, BlockMask) and not mask.causal and rotary.implementation == "sdpa"
+        if by_block and not of_the_call:
             documents = self.shared(layer, ("documents", mask), lambda: _packed(mask))
             if documents is not None:
                 attend = functools.partial(self._of_document, module, **kwargs)
@@ -200,10 +200,13 @@ class Call:
             state = self.shared(layer, ("state", n_keys), lambda: rungs[:, :1].expand(-1, n_keys))
         if store is not None:
             key = self._rotated_in_place(store, layer, key, places, state)
-            return self._own(module, query, key, value, mask, **kwargs)
-        before = self._before(module, layer, places)
-        cos_sin = self.shared(layer, ("keys", n_keys, id(before)), lambda: self._table(layer, places, state, before))
-        return self._own(module, query, rotate(key, cos_sin, layer.convention), value, mask, **kwargs)
+        else:
+            before = self._before(module, layer, places)
+            key = turned(key, ("keys", n_keys, id(before)), lambda: self._table(layer, places, state, before))
+        if by_block and mask.documents is not None:
+            attend, keep = functools.partial(rotary.attend, module, **kwargs), bool(kwargs.get("dropout"))
+            return attend_by_block(mask, attend, query, key, value, keep=keep), None
+        return self._own(module, query, key, value, mask, **kwargs)
 
     def _of_document(
         self, module: Any, batch: slice, span: Span, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
@@ -475,7 +478,7 @@ def _softmax(module: Any, kwargs: dict[str, Any]) -> Softmax:
 
 def _packed(mask: BlockMask) -> list[list[Span]] | None:
     """The documents of each row; None if there is one a row, or a sliding window."""
-    rows = documents_of(mask) or []
+    rows = mask.documents or []
     whole = all(window == stop - start for row in rows for start, stop, window in row)
     return rows if whole and any(len(row) > 1 for row in rows) else None
 

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function, flex_attention_mask, sdpa_mask
 
 PAIRS = 2**24  # of queries and keys, whose mask is made at a time
+# The first token of a document and the one after its last, and the tokens that each sees, itself among them.
+Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +28,7 @@ class BlockMask:
         q_offset, kv_offset: cache slots before the first query and before the first key.
         device: of its blocks; they are made on `make["device"]`, as its mask function may hold tensors.
         copies: its copies on other devices.
+        bands: its masks of sliding windows, which all layers share.
     """
 
     causal: bool
@@ -35,6 +38,7 @@ class BlockMask:
     kv_offset: int
     device: torch.device
     copies: dict[torch.device, BlockMask] = field(default_factory=dict)
+    bands: dict[Any, Tensor] = field(default_factory=dict)
 
     ndim = 4
     dtype = torch.bool
@@ -63,6 +67,32 @@ class BlockMask:
         low, high = (torch.cat(sides, dim=1)[..., 0] for sides in zip(*found))
         return low, high
 
+    @cached_property
+    def documents(self) -> list[list[Span]] | None:
+        """The packed documents of each row of a batch; one list if those of all rows are the same.
+
+        None if the mask is not made of documents and sliding windows alone, or is of a cache's later tokens.
+        """
+        if self.make["attention_mask"] is not None or self.q_offset or self.kv_offset or self.shape[2] != self.shape[3]:
+            return None
+        if self.ranges is None:
+            return None
+        first, end = self.ranges
+        if not torch.equal(end, torch.arange(1, self.shape[3] + 1, device=end.device).expand_as(end)):
+            return None  # some see later tokens, or not themselves
+        rows = [_spans(row) for row in (first[:1] if bool((first == first[:1]).all()) else first)]
+        known = [row for row in rows if row is not None]
+        return known if len(known) == len(rows) else None
+
+    def band(self, window: int, size: int, like: Tensor) -> Tensor:
+        """What hides keys from `size` queries, of the window + size keys up to the last of the queries; to be added."""
+        key = window, size, like.dtype, like.device
+        if key not in self.bands:
+            i, j = torch.arange(size, device=like.device)[:, None], torch.arange(window + size, device=like.device)
+            hidden = torch.full((size, window + size), float("-inf"), dtype=like.dtype, device=like.device)
+            self.bands[key] = hidden.masked_fill_((j > i) & (j <= i + window), 0.0)[None, None]
+        return self.bands[key]
+
     def part(self, rows: slice, columns: slice) -> BlockMask:
         """The mask of some queries and keys."""
         shape = self.shape[0], 1, rows.stop - rows.start, columns.stop - columns.start
@@ -75,7 +105,7 @@ class BlockMask:
         if device == self.device:
             return self
         if device not in self.copies:
-            self.copies[device] = replace(self, device=device, copies={})
+            self.copies[device] = replace(self, device=device, copies={}, bands={})
         return self.copies[device]
 
     def whole(self) -> Tensor:
@@ -174,47 +204,6 @@ def _one_range(here: Tensor) -> tuple[Tensor, Tensor] | None:
     high = torch.where(here.gather(-1, low), n - here.flip(-1).byte().argmax(-1, keepdim=True), low)
     columns = torch.arange(n, device=here.device)
     return (low, high) if torch.equal(here, (columns >= low) & (columns < high)) else None
-
-
-# The first token of a document and the one after its last, and the tokens that each sees, itself among them.
-Span = tuple[int, int, int]
-
-
-def documents_of(mask: BlockMask) -> list[list[Span]] | None:
-    """The packed documents of each row of a batch; one list if those of all rows are the same.
-
-    None if the mask is not made of documents and sliding windows alone, or is of a cache's later tokens.
-    """
-    if mask.make["attention_mask"] is not None or mask.q_offset or mask.kv_offset or mask.shape[2] != mask.shape[3]:
-        return None
-    if mask.ranges is None:
-        return None
-    first, end = mask.ranges
-    if not torch.equal(end, torch.arange(1, mask.shape[3] + 1, device=end.device).expand_as(end)):
-        return None  # some see later tokens, or not themselves
-    rows = [_spans(row) for row in (first[:1] if bool((first == first[:1]).all()) else first)]
-    known = [row for row in rows if row is not None]
-    return known if len(known) == len(rows) else None
-
-
-def by_document(
-    rows: list[list[Span]], query: Tensor, key: Tensor, value: Tensor, attend: Callable[..., Tensor]
-) -> Tensor:
-    """The attention of all documents, of shape (batch, token, head, channel).
-
-    Args:
-        rows: as from `documents_of`.
-        attend: gives that of one document, from the rows of the batch that have it, its span, and its part of the
-            tensors.
-    """
-    outputs = []
-    for index, row in enumerate(rows):
-        batch = slice(None) if len(rows) == 1 else slice(index, index + 1)
-        sizes = [stop - start for start, stop, _ in row]
-        # Slices would each take a gradient of the whole row.
-        parts = zip(*(each[batch].split(sizes, dim=2) for each in (query, key, value)))
-        outputs.append(torch.cat([attend(batch, span, *part) for span, part in zip(row, parts)], dim=1))
-    return torch.cat(outputs)
 
 
 def _spans(first: Tensor) -> list[Span] | None:

@@ -161,7 +161,7 @@ def test_the_range_of_keys_that_each_query_sees(kind: str, offset: int, monkeypa
     columns = torch.arange(100)
     low, high = (side[..., None] for side in ranges)
     assert torch.equal((columns >= low) & (columns < high), whole)
-    documents = masks.documents_of(mask)
+    documents = mask.documents
     assert (documents is None) == (bool(offset) or kind == "both ways")
     if kind == "documents" and documents:
         assert documents == [[(0, 70, 70), (70, 100, 30)]]
@@ -172,4 +172,4 @@ def test_tokens_that_see_later_ones_far_from_them_are_in_no_documents() -> None:
     groups = torch.tensor([[-1, 0, -1, -1, 0, -1]])
     sees_later = or_masks(causal_mask_function, blockwise_overlay(groups))
     mask = masks.block_mask(1, 6, 6, mask_function=sees_later, allow_is_causal_skip=False)
-    assert masks.documents_of(mask) is None
+    assert mask.documents is None

@@ -157,6 +157,40 @@ def test_gradients_of_packed_documents_are_those_of_each_alone(method: str, monk
         torch.testing.assert_close(parameter.grad, want[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_with_a_short_window_take_no_mask_of_tokens_by_tokens(
+    method: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the logits and gradients of one call with such a mask."""
+    n_documents, ids, seen = 2 if packed else 1, token_ids(150), []
+    positions = torch.arange(150 // n_documents).repeat(n_documents)[None]
+    model = tiny_model("gemma3_text", **UNUSUAL["gemma3_text"], attn_implementation="sdpa").double()
+    extend_context(model, 4, method)
+    own = model.model.rotary_emb.attend
+
+    def counted(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if module.is_sliding:
+            seen.append(key.shape[2])
+        return own(module, query, key, *args, **kwargs)
+
+    def passed() -> tuple[Tensor, list[Tensor]]:
+        seen.clear()
+        model.zero_grad()
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        logits.square().mean().backward()
+        return logits, [parameter.grad.clone() for parameter in model.parameters()]
+
+    model.model.rotary_emb.attend = counted
+    found = passed()
+    assert max(seen) == 32 + 32
+    with monkeypatch.context() as patched:
+        patched.setattr(masks.BlockMask, "documents", None)
+        wanted = passed()
+        assert seen == [150]
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
 @pytest.mark.parametrize("sizes", [[[80, 70], [150]], [[20, 30, 100], [31, 32, 33, 54]]])

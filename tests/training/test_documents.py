@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ctxext import extend_context
 from ctxext.assets import MODEL
+from ctxext.attention import documents as attention_documents
 from ctxext.attention import masks
 from ctxext.attention.masks import BlockMask, block_mask
-from ctxext.training import documents
-from ctxext.training.documents import NAME, Documents, use_document_attention
+from ctxext.training.documents import NAME, use_document_attention
 
 LENGTH = 150
 PACKED = torch.cat([torch.arange(65), torch.arange(1), torch.arange(40), torch.arange(LENGTH - 106)])
@@ -72,13 +72,13 @@ def test_logits_and_gradients_are_those_with_masks(family: str, positions: Tenso
 def test_blocks_are_smaller_than_a_wide_window(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = exact(family)
     wanted = passed(model, OTHERS)
-    monkeypatch.setattr(documents, "BLOCK", 7)
+    monkeypatch.setattr(attention_documents, "BLOCK", 7)
     use_document_attention(model)
     assert_same(passed(model, OTHERS), wanted)
 
 
 def test_a_window_keeps_no_more_than_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "BLOCK", 2)
+    monkeypatch.setattr(attention_documents, "BLOCK", 2)
 
     def kept(window: int | None) -> int:
         model, sizes = exact("mistral", sliding_window=window), {}
@@ -215,7 +215,7 @@ def test_masks_in_which_a_query_sees_later_keys_are_no_documents(prefix: list[in
 
     mask = block_mask(2, 12, 12, mask_function=sees, allow_is_causal_skip=False)
     assert isinstance(mask, BlockMask)
-    assert Documents.of(mask) is None
+    assert mask.documents is None
 
 
 def test_masks_of_later_tokens_of_a_cache_are_left_to_transformers() -> None:
@@ -228,8 +228,8 @@ def test_masks_of_later_tokens_of_a_cache_are_left_to_transformers() -> None:
     first, later = (block_mask(1, 12, 12, q_offset=n, kv_offset=n, **at) for n in (0, 4))
     assert isinstance(first, BlockMask)
     assert isinstance(later, BlockMask)
-    assert Documents.of(first).rows == [[(0, 8, 8), (8, 12, 4)]]
-    assert Documents.of(later) is None
+    assert first.documents == [[(0, 8, 8), (8, 12, 4)]]
+    assert later.documents is None
 
 
 def test_a_model_that_reads_another_mask_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
