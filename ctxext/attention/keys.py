@@ -141,7 +141,7 @@ def _followed(name: str) -> Any:
         getattr(super(type(self), self), name)(*args, **kwargs)
         if self.rotated:
             self.state = _FOLLOWED[name](self.state, *args, *kwargs.values())
-            self.rotated = 0 if self.keys is None else min(self.rotated, self.keys.shape[2])
+            self.rotated *= self.keys is not None  # fewer keys than that are counted at the next update
         self._moved()
 
     method.__name__ = name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -120,16 +121,17 @@ def compare(
     target.about |= known_by(folder)
     judging = None if judge is None else load_judge(checkpoint_folder(judge), common.name_of(judge), dtype, device)
     target.judge = judging
-    for variant in variants[1:]:
-        refusal = target.refusal(variant, portable)
-        if refusal is None:
-            continue
-        variants.remove(variant)
-        if methods is not None or len(variants) == 1:
-            remedy = f" Drop --portable, or {variant.name}." if target.refusal(variant) is None else ""
-            raise ValueError(f"{variant.name} cannot be compared: {refusal}{remedy}")
-        if processes.rank == 0:
-            common.say(f"skipping {variant.name}: {common.in_flags(refusal)}")
+    with nullcontext() if processes.rank else common.console.status("trying each method on the model"):
+        for variant in variants[1:]:
+            refusal = target.refusal(variant, portable)
+            if refusal is None:
+                continue
+            variants.remove(variant)
+            if methods is not None or len(variants) == 1:
+                remedy = f" Drop --portable, or {variant.name}." if target.refusal(variant) is None else ""
+                raise ValueError(f"{variant.name} cannot be compared: {refusal}{remedy}")
+            if processes.rank == 0:
+                common.say(f"skipping {variant.name}: {common.in_flags(refusal)}")
     trained = target.about["trained_length"]
     reach = max(target.reach(variant) or 0 for variant in variants)
     usual = tuple(sorted({round(math.sqrt(trained * reach)), reach})) if timed else default_lengths(trained, reach)

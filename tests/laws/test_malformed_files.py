@@ -260,11 +260,12 @@ def test_a_number_in_a_file_is_refused_before_anything_is_loaded(
 def test_the_command_line_names_file_and_field(files: Files, tmp_path: Path) -> None:
     shutil.copytree(files.folder / "late", tmp_path / "late")
     path = tmp_path / "late" / RECORD
-    path.write_text(path.read_text().replace('"factor": 4', '"factor": "no"'))
+    path.write_text(path.read_text().replace('"existing": "refuse"', '"existing": "no"'))
     for command in (["describe"], ["extend", "--dry-run"], ["export", "--engine", "vllm"]):
         result = CliRunner().invoke(commands, [command[0], str(tmp_path / "late"), *command[1:]])
         assert type(result.exception) is ValueError
-        assert str(result.exception).startswith(f"rotated_copy in {path} must be true or false, got 'no'.")
+        assert str(result.exception).startswith(f"existing in {path} must be one of ")
+        assert str(result.exception).rstrip(".").endswith("got 'no'")
 
 
 def test_metadata_that_is_well_formed_is_read_as_it_was_written(files: Files) -> None:
