@@ -103,15 +103,18 @@ class PositionedLayer:
         """Within a `with` block all keys are rotated in place as `state` says; if it fails, they are not used again."""
         self.state, self.rotated, self._keys = state, state.shape[1], None
         yield
-        self._moved()
+        self._keys = self.keys
 
     def _moved(self) -> None:
-        """Remember where the keys are, if some are rotated."""
-        self._keys = self.keys if self.rotated else None
+        """Remember where the keys are now, if some are rotated and it is known how."""
+        self._keys = None if self._keys is None or not self.rotated else self.keys
 
     def _check_state(self) -> None:
         """Raise RuntimeError if `state` does not say how the keys are rotated."""
-        if not self.rotated or torch.compiler.is_compiling():
+        if not self.rotated:
+            return
+        self.rotated = min(self.rotated, self.keys.shape[2])
+        if torch.compiler.is_compiling():  # a traced graph cannot read where tensors are
             return
         if self._keys is None or self.keys.untyped_storage().data_ptr() != self._keys.untyped_storage().data_ptr():
             raise RuntimeError(
@@ -119,7 +122,6 @@ class PositionedLayer:
                 "they are rotated is unknown. Start from an empty cache. To go back to an earlier state, keep a copy "
                 "of the whole cache (copy.deepcopy), not its tensors."
             )
-        self.rotated = min(self.rotated, self.keys.shape[2])
 
     def forget_slots(self) -> None:
         self._rooms = defaultdict(Room)

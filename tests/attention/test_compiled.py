@@ -3,9 +3,9 @@
 import pytest
 import torch
 from families import LENGTH
-from in_attention_reference import N_TOKENS, assert_rows, extended, rows, stock, truth
+from in_attention_reference import N_TOKENS, assert_rows, extended, read, rows, stock, truth
 from torch._dynamo.utils import counters
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +37,18 @@ def test_a_compiled_forward_pass_is_the_slow_truth(method: str) -> None:
     model = extended(method)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_rows(compiled(input_ids=rows()[0][None], use_cache=False).logits, truth(method)[:1])
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend", "dca"])
+@torch.no_grad()
+def test_a_compiled_pass_goes_on_from_rotated_keys(method: str) -> None:
+    """A dynamic cache that was decoded eagerly, lost some tokens, and is decoded eagerly again afterwards."""
+    model, row, cache = extended(method), rows()[0][None], DynamicCache()
+    read(model, {"input_ids": row}, cache, [70, *[1] * 15])
+    cache.crop(-5)
+    found = [torch.compile(model, backend="eager")(input_ids=row[:, 80:90], past_key_values=cache).logits]
+    found.append(read(model, {"input_ids": row}, cache, [1] * 20))
+    assert_rows(torch.cat(found, dim=1), [truth(method)[0][80:110]])
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -171,6 +172,25 @@ def test_layers_are_moved_off_the_device_after_each_update(method: str) -> None:
     model, batch, cache = extended(method), padded(rows(), "left"), Offloading()
     assert_rows(read(model, batch, cache, CHUNKS), truth(method), batch["attention_mask"])
     assert not any({"keys", "values"} & layer._rooms.keys() for layer in cache.layers)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_rotated_keys_are_moved_to_another_device_and_back(method: str) -> None:
+    class Moving(DynamicLayer):
+        """Offloads as from a GPU, to other memory."""
+
+        def offload(self) -> None:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+
+        prefetch = offload
+
+    model, batch = extended(method), padded(rows(), "left")
+    cache, found = Cache(layers=[Moving(), Moving()]), []
+    for size, moves in ((70, ()), (1, ("offload", "prefetch")), (5, ("offload",)), (1, ("prefetch",)), (103, ())):
+        found.append(read(model, batch, cache, [size]))
+        for layer, move in product(cache.layers, moves):
+            getattr(layer, move)()
+    assert_rows(torch.cat(found, dim=1), truth(method), batch["attention_mask"])
 
 
 # ---------------------------------------------------------------------- what is done to a cache
@@ -366,8 +386,11 @@ def test_a_pass_that_fails_while_it_rotates_keys_leaves_a_cache_that_is_refused(
         patched.setattr(call, "rotate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             read(model, batch, cache, [20] if n_read == 0 else [1] * 8)
+    cache.crop(-1)
     with pytest.raises(RuntimeError, match="interrupted while it rotated them"):
         read(model, batch, cache, [1])
+    cache.reset()
+    assert_rows(read(model, batch, cache, [N_TOKENS]), truth("dynamic_ntk")[:1])
 
 
 def test_rounding_grows_slowly_as_keys_are_rotated_again_and_again() -> None:
