@@ -254,9 +254,14 @@ class Call:
             return output.transpose(1, 2).reshape(batch, 1, heads, value.shape[3]), None
         return self.rotary.attend(module, query, key, value, mask, **kwargs)
 
+    def _cached(self, module: Any) -> Any:
+        """The cache layer that knows the positions of a layer's keys; None if there is none."""
+        layer = None if self.cache is None else self.cache.layers[module.layer_idx]
+        return layer if isinstance(layer, keys.PositionedLayer) else None
+
     def _store(self, module: Any, key: Tensor) -> Any:
         """The cache layer in which keys can be rotated in place; None if there is none."""
-        store = None if self.cache is None else self.cache.layers[module.layer_idx]
+        store = self._cached(module)
         if store is None or not store.appends or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         is_given_on = getattr(getattr(module, "config", None), "num_kv_shared_layers", 0)
@@ -280,7 +285,7 @@ class Call:
 
     def _before(self, module: Any, layer: Layer, places: Tensor) -> CosSin | None:
         """cos and sin by which a layer's cached keys are rotated already; None if none is."""
-        store = None if self.cache is None else self.cache.layers[module.layer_idx]
+        store = self._cached(module)
         if store is None or not store.rotated:
             return None
         state, rotated, n_keys = store.state, store.rotated, places.shape[1]

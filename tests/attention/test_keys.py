@@ -19,6 +19,7 @@ from in_attention_reference import (
     slow_model,
     truth,
 )
+from survey.small import small_model
 from transformers import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import (
     DynamicLayer,
@@ -28,6 +29,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ctxext import extend_context
 from ctxext.attention import call, rotary, softmax, tiles
 from ctxext.attention.call import Call
 from ctxext.attention.keys import Room, stock_class
@@ -119,6 +121,15 @@ def test_right_padded_rows_go_on_where_they_ended(method: str) -> None:
     }
     found = read(model, both, DynamicCache(config=model.config), [N_TOKENS - n_new, 5, *[1] * 7])
     assert_rows(found, want, both["attention_mask"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", KINDS)
+def test_keys_that_later_layers_are_given_too(method: str) -> None:
+    """Gemma 3n: those layers rotate the same keys by themselves."""
+    model, ids = extend_context(small_model("gemma3n_text", "causal").double(), 4, method), token_ids(N_TOKENS)
+    found = read(model, {"input_ids": ids}, DynamicCache(config=model.config), CHUNKS)
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", KINDS)
