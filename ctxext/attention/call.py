@@ -52,8 +52,8 @@ def in_attention_rope(
     if call is None:
         raise RuntimeError(
             f"{type(module).__name__} was called without token positions: with in-attention RoPE, layers run only "
-            "within the whole model. Call restore_context(model) before using layers alone, or build another model "
-            "from its config."
+            "within the model that was extended. If this model was built from an extended model's config, load the "
+            "config again (AutoConfig.from_pretrained). Before using layers alone, call restore_context(model)."
         )
     return call.attend(module, query, key, value, attention_mask, **kwargs)
 
@@ -306,10 +306,6 @@ class Call:
         def turn(columns: Any, name: Any, table: Callable[[], CosSin]) -> None:
             key[:, :, columns] = rotate(key[:, :, columns], self.shared(layer, name, table), layer.convention)
 
-        def find_moved() -> tuple[Any, Tensor]:
-            moved = (before[:, :rotated] != state[:, :rotated]).any(0).nonzero()[:, 0]
-            return slice(rotated) if len(moved) == rotated else moved, before
-
         def changes() -> CosSin:
             at = places[:, moved]
             return self._table(layer, at, state[:, moved], self._table(layer, at, before[:, moved], None))
@@ -317,7 +313,8 @@ class Call:
         with store.rotating(state):
             if rotated:
                 known = id(before), rotated, n_keys
-                moved = self.shared(layer, ("moved", *known), find_moved)[0]
+                # `before` is kept with what is found, so that its id stays its own.
+                moved, _ = self.shared(layer, ("moved", *known), lambda: (_moved(before, state, rotated), before))
                 if isinstance(moved, slice) or len(moved):
                     turn(moved, ("changes", *known), changes)
             if rotated < n_keys:
@@ -494,6 +491,12 @@ def _finite(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
     return mask.to(dtype).clamp(min=lowest)
+
+
+def _moved(before: Tensor, state: Tensor, rotated: int) -> slice | Tensor:
+    """The columns, of the first `rotated`, in which a row's state changes."""
+    columns = (before[:, :rotated] != state[:, :rotated]).any(0).nonzero()[:, 0]
+    return slice(rotated) if len(columns) == rotated else columns
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:

@@ -135,6 +135,8 @@ def apply(model: PreTrainedModel, plan: Plan, save: Callable[..., Any] | None = 
         extension = Extension(plan, proofs, edit.undos)
         for config in (model.config, extension.original_config):
             config.__dict__.pop(BESIDE, None)  # only valid for the folder that it was loaded from
+        if not plan.is_portable:  # so that a folder of config.save_pretrained is refused
+            edit.set_config_field(model.config, BESIDE, plan.summary)
         edit.set_attribute("", ATTRIBUTE, extension)
         if save is not None:  # as data (a partial), so that it survives deepcopy, pickle and PEFT's merge
             edit.set_attribute("", "save_pretrained", functools.partial(save, model))

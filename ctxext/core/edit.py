@@ -58,7 +58,8 @@ class Undo:
             case "field":
                 config, written, old = self.old
                 if config.__dict__.get(self.name) == written:
-                    config.__dict__[self.name] = old
+                    del config.__dict__[self.name]
+                    config.__dict__.update({} if old == _ABSENT else {self.name: old})
             case "configs":
                 _restore_configs(model, *self.old)
             case "hook":

@@ -159,8 +159,9 @@ def read_record(folder: Path) -> Record | None:
     if not path.is_file():
         if beside is not None:
             raise ValueError(
-                f"{config} says that the model is extended by {RECORD}, which is missing. Copy that file too, or "
-                f"delete the entry {BESIDE!r} to load the model unextended."
+                f"{config} says that the model is extended by {RECORD}, which is missing ({shown(beside)}). Copy that "
+                "file too, or save the extended model with model.save_pretrained (config.save_pretrained does not "
+                f"write it). To load the model unextended, delete the entries {BESIDE!r} and 'ctxext'."
             )
         return None
     record = Record.of_json(read_json(path))

@@ -16,7 +16,7 @@ from ctxext.extension.metadata_file import weights_fingerprint, write_record
 from ctxext.extension.method_file import PROBE
 from ctxext.extension.request import plan_extension
 from ctxext.models.families import family_of
-from ctxext.models.metadata import BESIDE, RECORD
+from ctxext.models.metadata import RECORD
 from ctxext.models.text_config import text_config_of
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def save_with_record(
         return _save_frozen(model, extension, length, save_directory, *args, push_to_hub=push, **kwargs)
     pair = extension.text_configs(model)
     original = {name: value for name, value in pair.original.__dict__.items() if name in plan.updates}
-    with _holding(pair.extended, original, instead_of=plan.updates), _holding(model.config, {BESIDE: plan.summary}):
+    with _holding(pair.extended, original, instead_of=plan.updates):
         saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if not main or _follow_up(model, folder):
         return saved

@@ -493,6 +493,21 @@ def test_metadata_that_was_left_behind_is_asked_for(source: Path, tmp_path: Path
         ctxext.load(tmp_path / "out")
 
 
+@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.parametrize("method", ["self_extend", "dynamic_yarn"])
+def test_a_config_saved_by_itself_says_what_is_missing(method: str, source: Path, tmp_path: Path) -> None:
+    """`config.save_pretrained` writes the target as the maximum length; the model would run unextended up to it."""
+    shutil.copytree(source, tmp_path / "out")
+    model = ctxext.load(source)
+    stock = model.config.to_dict()
+    ctxext.extend_context(model, 4, method).config.save_pretrained(tmp_path / "out")
+    with pytest.raises(ValueError, match=rf"extended by {RECORD}, which is missing.*config.save_pretrained does not"):
+        ctxext.load(tmp_path / "out")
+    model.save_pretrained(tmp_path / "whole")
+    assert ctxext.load(tmp_path / "whole").context_extension.method == model.context_extension.method
+    assert ctxext.restore_context(model).config.to_dict() == stock
+
+
 def test_what_ctxext_load_would_refuse_is_not_written(source: Path, tmp_path: Path) -> None:
     pickled = tmp_path / "pickled"
     shutil.copytree(source, pickled)

@@ -786,9 +786,10 @@ def test_late_every_operation_is_on_one_of_two_devices(method: str, padded: bool
     """Tensors without values know their device, so no second one is needed, and an operation on both raises."""
     model, devices = tiny_model("llama"), [torch.device("cpu"), torch.device("lazy:0")]
     extend_context(model, method=late(method, model))
-    # What depends on values: tiles, and the runs of queries on one rung.
+    # What depends on values: tiles, the runs of queries on one rung, and the keys whose rotation changes.
     monkeypatch.setattr(softmax.Softmax, "fused", lambda *_: False)
     monkeypatch.setattr(call, "_runs", lambda rungs: [(0, 70), (70, rungs.shape[1])])
+    monkeypatch.setattr(call, "_moved", lambda before, state, rotated: slice(rotated))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         for path, module in model.named_modules():
             device = devices[".layers.1" in path]
