@@ -6,6 +6,7 @@ python docs/methods.py
 from __future__ import annotations
 
 import inspect
+import math
 import json
 import re
 from dataclasses import MISSING, Field, fields
@@ -126,6 +127,12 @@ def example(cls: type[ContextMethod]) -> RopeMethod | None:
     return cls.example(ROPE, FACTOR) if issubclass(cls, RopeMethod) else None
 
 
+def shown_factor(cls: type[ContextMethod]) -> float:
+    """FACTOR, or, to a tenth, the largest that the method reaches."""
+    instance = example(cls)
+    return FACTOR if instance is None else math.floor(10 * instance.factor) / 10
+
+
 # ----------------------------------------------------------------------------------------------- the cards
 
 
@@ -154,13 +161,13 @@ def default_of(field: Field[Any]) -> str:
 
 def call(cls: type[ContextMethod]) -> list[str]:
     """How to use it, from Python and on the command line."""
-    needed = required_options(cls)
-    arguments = "".join(f", {name}=…" for name in needed)
-    flags = "".join(f" --option {name}=…" for name in needed)
+    needed, factor = required_options(cls), shown_factor(cls)
+    arguments = "".join(f", {name}=[...]" for name in needed)
+    flags = "".join(f" --option {name}=[...]" for name in needed)
     return [
         "## Use it", "",
-        "```python", f'extend_context(model, factor={FACTOR:g}, method="{cls.name}"{arguments})', "```", "",
-        "```console", f"$ ctxext extend MODEL --method {cls.name} --factor {FACTOR:g}{flags} -o extended", "```", "",
+        "```python", f'extend_context(model, factor={factor:g}, method="{cls.name}"{arguments})', "```", "",
+        "```console", f"$ ctxext extend MODEL --method {cls.name} --factor {factor:g}{flags} -o extended", "```", "",
     ]  # fmt: skip
 
 
@@ -213,7 +220,7 @@ def card(cls: type[ContextMethod]) -> str:
     ]
     picture = []
     if example(cls) is not None:
-        words = f"`{cls.name}` ×{FACTOR:g} on 128 dimensions, θ 10,000, trained at 4,096 tokens"
+        words = f"`{cls.name}` ×{shown_factor(cls):g} on 128 dimensions, θ 10,000, trained at 4,096 tokens"
         picture = [f"![{words}]({cls.name}.svg)", "", f"*{words}.*", ""]
     citation = [
         "## Citation", "", f"[{paper.title}]({paper.url}), {paper.year}.", "", "```bibtex", bibtex(paper), "```", "",

@@ -201,8 +201,7 @@ class Call:
         if store is not None:
             key = self._rotated_in_place(store, layer, key, places, state)
         else:
-            before = self._before(module, layer, places)
-            key = turned(key, ("keys", n_keys, id(before)), lambda: self._table(layer, places, state, before))
+            key = self._rotated(self._cached(module), layer, key, places, state)
         if by_block and mask.documents is not None:
             attend, keep = functools.partial(rotary.attend, module, **kwargs), bool(kwargs.get("dropout"))
             return attend_by_block(mask, attend, query, key, value, keep=keep), None
@@ -283,9 +282,8 @@ class Call:
             after = tables.scaled(places, *tables.of_rung(state[:, 0]))
         return after if before is None else change(before, after)
 
-    def _before(self, module: Any, layer: Layer, places: Tensor) -> CosSin | None:
-        """cos and sin by which a layer's cached keys are rotated already; None if none is."""
-        store = self._cached(module)
+    def _before(self, store: Any, layer: Layer, places: Tensor) -> CosSin | None:
+        """cos and sin by which the keys of a cache layer are rotated already; None if none is."""
         if store is None or not store.rotated:
             return None
         state, rotated, n_keys = store.state, store.rotated, places.shape[1]
@@ -299,8 +297,19 @@ class Call:
         found: CosSin = self.shared(layer, ("before", id(state), rotated, n_keys), make)[0]
         return found
 
+    def _rotated(self, store: Any, layer: Layer, key: Tensor, places: Tensor, state: Tensor) -> Tensor:
+        """All keys, rotated as `state` says, in new memory."""
+        before = self._before(store, layer, places)
+        name = "keys", key.shape[2], id(before)
+        table = self.shared(layer, name, lambda: self._table(layer, places, state, before))
+        return rotate(key, table, layer.convention)
+
     def _rotated_in_place(self, store: Any, layer: Layer, key: Tensor, places: Tensor, state: Tensor) -> Tensor:
-        """All keys of a cache layer, rotated as `state` says: the new ones, and those whose rotation changes."""
+        """All keys of a cache layer, rotated as `state` says: the new ones, and those whose rotation changes.
+
+        Not in place where a key would turn back to an earlier scale or branch, because tokens were taken back: in 16
+        bits each turn rounds, and errors would add up over many such steps.
+        """
         before, rotated, n_keys = store.state, store.rotated, key.shape[2]
 
         def turn(columns: Any, name: Any, table: Callable[[], CosSin]) -> None:
@@ -310,13 +319,18 @@ class Call:
             at = places[:, moved]
             return self._table(layer, at, state[:, moved], self._table(layer, at, before[:, moved], None))
 
+        known = id(before), rotated, n_keys
+        moved: Any = ()
+        if rotated:
+            sign = -1 if isinstance(self.rotary.untempered, PositionRemapping) else 1
+            find = functools.partial(_moved, before, state, rotated, sign)
+            # `before` is kept with what is found, so that its id stays its own.
+            moved, turns_back, _ = self.shared(layer, ("moved", *known), lambda: (*find(), before))
+            if turns_back:
+                return self._rotated(store, layer, key, places, state)
         with store.rotating(state):
-            if rotated:
-                known = id(before), rotated, n_keys
-                # `before` is kept with what is found, so that its id stays its own.
-                moved, _ = self.shared(layer, ("moved", *known), lambda: (_moved(before, state, rotated), before))
-                if isinstance(moved, slice) or len(moved):
-                    turn(moved, ("changes", *known), changes)
+            if isinstance(moved, slice) or len(moved):
+                turn(moved, ("changes", *known), changes)
             if rotated < n_keys:
                 new = slice(rotated, n_keys)
                 turn(new, ("new", rotated, n_keys), lambda: self._table(layer, places[:, new], state[:, new], None))
@@ -338,7 +352,7 @@ class Call:
             return rotate(x, tables.scaled(where, *used), layer.convention)
 
         def turned_keys(end: int, used: tuple[Tensor, Tensor]) -> Tensor:
-            before, after = self._before(module, layer, places), tables.scaled(places[:, :end], *used)
+            before, after = self._before(self._cached(module), layer, places), tables.scaled(places[:, :end], *used)
             after = after if before is None else change((before[0][:, :end], before[1][:, :end]), after)
             return rotate(key[:, :, :end], after, layer.convention)
 
@@ -396,8 +410,8 @@ class Call:
             return rotate(x, self.shared(layer, name, lambda: tables.plain(mapped(where.double()))), layer.convention)
 
         def mapped_keys() -> Tensor:
-            at = places.double()
-            for branch in branches:
+            at = branches[0].key(places.double())
+            for branch in branches[1:]:
                 at = torch.where(branch.holds(positions[:, :1], places), branch.key(places.double()), at)
             return at
 
@@ -407,7 +421,7 @@ class Call:
             state = self.shared(layer, ("state", n_keys), mapped_keys)
             seen = [self._rotated_in_place(store, layer, key, places, state)] * len(branches)
         else:
-            before = self._before(module, layer, places)
+            before = self._before(self._cached(module), layer, places)
             for index, branch in enumerate(branches):
                 name = "key", index, n_keys, id(before)
                 table = functools.partial(self._table, layer, places, branch.key(places.double()), before)
@@ -493,10 +507,11 @@ def _finite(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype).clamp(min=lowest)
 
 
-def _moved(before: Tensor, state: Tensor, rotated: int) -> slice | Tensor:
-    """The columns, of the first `rotated`, in which a row's state changes."""
-    columns = (before[:, :rotated] != state[:, :rotated]).any(0).nonzero()[:, 0]
-    return slice(rotated) if len(columns) == rotated else columns
+def _moved(before: Tensor, state: Tensor, rotated: int, sign: int) -> tuple[slice | Tensor, bool]:
+    """The columns, of the first `rotated`, in which a row's state changes; and whether one changes against `sign`."""
+    steps = (state[:, :rotated] - before[:, :rotated]) * sign
+    columns = (steps != 0).any(0).nonzero()[:, 0]
+    return slice(rotated) if len(columns) == rotated else columns, bool((steps < 0).any())
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:

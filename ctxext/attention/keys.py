@@ -39,6 +39,8 @@ class Room:
 
         If `held` is not what the last call returned (it was cropped, reordered or moved), it is copied to new slots.
         """
+        if len(held) != len(new):
+            return torch.cat([held, new], dim=2)  # which raises; an assignment would repeat a single row
         first, stop, slots = held.shape[2], held.shape[2] + new.shape[2], self.slots
         usable = slots is not None and held is self.filled and stop <= slots.shape[2] and new.dtype == slots.dtype
         if slots is None or not usable or (slots.is_inference() and not torch.is_inference_mode_enabled()):
@@ -70,7 +72,7 @@ class PositionedLayer:
     state: Tensor | None
     keys: Tensor
     values: Tensor
-    _keys: Tensor | None
+    _seen: tuple[Tensor, int | None] | None
     _places: CacheLayerMixin
     _rooms: defaultdict[str, Room]
 
@@ -84,10 +86,7 @@ class PositionedLayer:
                 "Start from an empty cache."
             )
         appending = self.appends and int(self._places.get_seq_length())
-        self._check_state()
-        incoming = incoming.to(key_states.device)
-        nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
-        self.key_positions = self._places.update(incoming[:, None, :, None], nothing)[0][:, 0, :, 0]
+        self._check_keys()
         # With gradients, a graph may hold the keys, and an append in place would count as a change of them.
         if not appending or torch.is_grad_enabled() or torch.compiler.is_compiling():
             found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
@@ -95,56 +94,87 @@ class PositionedLayer:
             self.keys = self._rooms["keys"].append(self.keys, key_states)
             self.values = self._rooms["values"].append(self.values, value_states)
             found = self.keys, self.values
-        self._moved()
+        incoming = incoming.to(key_states.device)
+        nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
+        self.key_positions = self._places.update(incoming[:, None, :, None], nothing)[0][:, 0, :, 0]
+        if self.appends and self.keys.shape[2] != self.key_positions.shape[1]:
+            raise RuntimeError(f"this cache has {self.keys.shape[2]} keys, {_UNKNOWN}")
+        self._see()
         return found
 
     @contextmanager
     def rotating(self, state: Tensor) -> Iterator[None]:
         """Within a `with` block all keys are rotated in place as `state` says; if it fails, they are not used again."""
-        self.state, self.rotated, self._keys = state, state.shape[1], None
+        self.state, self.rotated, self._seen = state, state.shape[1], None
         yield
-        self._keys = self.keys
+        self._see()
 
-    def _moved(self) -> None:
-        """Remember where the keys are now, if some are rotated and it is known how."""
-        self._keys = None if self._keys is None or not self.rotated else self.keys
+    def _see(self) -> None:
+        """Remember the keys, if some are rotated."""
+        self._seen = (self.keys, _version(self.keys)) if self.rotated else None
 
-    def _check_state(self) -> None:
-        """Raise RuntimeError if `state` does not say how the keys are rotated."""
-        if not self.rotated:
-            return
-        self.rotated = min(self.rotated, self.keys.shape[2])
+    def _knows_keys(self) -> bool:
+        """Whether the rotated keys are those that were last seen, or an earlier part of them."""
+        if not self.rotated or self._seen is None:
+            return not self.rotated
+        keys, version = self._seen
         if torch.compiler.is_compiling():  # a traced graph cannot read where tensors are
-            return
-        if self._keys is None or self.keys.untyped_storage().data_ptr() != self._keys.untyped_storage().data_ptr():
-            raise RuntimeError(
-                "the keys of this cache were replaced, or a forward pass was interrupted while it rotated them, so how "
-                "they are rotated is unknown. Start from an empty cache. To go back to an earlier state, keep a copy "
-                "of the whole cache (copy.deepcopy), not its tensors."
-            )
+            return self.keys is keys
+        return self.keys.data_ptr() == keys.data_ptr() and version in (None, _version(self.keys))
+
+    def _carried(self) -> dict[str, Any]:
+        """The attributes of a copy or a pickle, whose tensors begin to count their changes."""
+        return {**self.__dict__, "_seen": (self.keys, None) if self.rotated and self._knows_keys() else None}
+
+    def _check_keys(self) -> None:
+        """Raise RuntimeError if `state` does not say how the keys are rotated."""
+        if not self._knows_keys():
+            raise RuntimeError(f"the keys of this cache are rotated, {_UNKNOWN}")
+        if self.rotated:
+            self.rotated = min(self.rotated, self.keys.shape[2])
 
     def forget_slots(self) -> None:
         self._rooms = defaultdict(Room)
 
     def offload(self) -> None:
         self.forget_slots()  # which would keep keys and values on the device
-        super().offload()  # type: ignore[misc]
-        self._moved()
+        with self._rearranged():
+            super().offload()  # type: ignore[misc]
 
     def prefetch(self) -> None:
-        super().prefetch()  # type: ignore[misc]
-        self._moved()
+        with self._rearranged():
+            super().prefetch()  # type: ignore[misc]
+
+    @contextmanager
+    def _rearranged(self) -> Iterator[None]:
+        """Within a `with` block the keys are moved or rearranged. Those that were unknown before stay so."""
+        known, self._seen = self._knows_keys(), None
+        yield
+        if known:
+            self._see()
+
+
+# What follows when keys are not known.
+_UNKNOWN = (
+    "but not as many or not those that it had: they were changed by hand, or a forward pass was interrupted. Start "
+    "from an empty cache. To take tokens back use cache.crop, and to keep a state a deepcopy of the whole cache."
+)
+
+
+def _version(keys: Tensor) -> int | None:
+    """How often the tensor was changed in place; None if torch does not count."""
+    return None if torch.compiler.is_compiling() or keys.is_inference() else keys._version
 
 
 def _followed(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
         self.forget_slots()
-        getattr(self._places, name)(*args, **kwargs)
-        getattr(super(type(self), self), name)(*args, **kwargs)
-        if self.rotated:
-            self.state = _FOLLOWED[name](self.state, *args, *kwargs.values())
-            self.rotated *= self.keys is not None  # fewer keys than that are counted at the next update
-        self._moved()
+        with self._rearranged():
+            getattr(self._places, name)(*args, **kwargs)
+            getattr(super(type(self), self), name)(*args, **kwargs)
+            if self.rotated:
+                self.state = _FOLLOWED[name](self.state, *args, *kwargs.values())
+                self.rotated *= self.keys is not None  # fewer keys than that are counted at the next update
 
     method.__name__ = name
     return method
@@ -174,7 +204,7 @@ def positioned(base: type[CacheLayerMixin]) -> type[CacheLayerMixin]:
         "__module__": __name__,
         "_layer_type": None,
         "appends": base.update is DynamicLayer.update,
-        "__reduce_ex__": lambda self, protocol: (_blank, (base,), self.__dict__),
+        "__reduce_ex__": lambda self, protocol: (_blank, (base,), self._carried()),
     }
     return type(f"Positioned{base.__name__.lstrip('_')}", (PositionedLayer, base), members)
 
@@ -235,7 +265,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)
             new.owner, new._places = owner, _places_for(layer)
-            new.rotated, new.state, new._keys = 0, None, None
+            new.rotated, new.state, new._seen = 0, None, None
             new.forget_slots()
             layer = cache.layers[index] = new
         else:

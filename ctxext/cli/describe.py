@@ -50,7 +50,7 @@ def describe(
     from ctxext.models.context import has_rope, read_context
     from ctxext.models.text_config import text_config_of
 
-    record, model, command = None, common.folder_of(model), "ctxext extend"
+    record, saved, model, command = None, None, common.folder_of(model), "ctxext extend"
     with common.without_garbage_collection():
         if Path(model).is_file() and Path(model).suffix != ".safetensors":
             config, command = context_of_gguf(model), "ctxext export"
@@ -58,7 +58,8 @@ def describe(
             folder = checkpoint_folder(model, revision, config_only=True)
             config, record = read_config(folder), read_record(folder)
     if record is not None:  # as in ctxext.load
-        planned_as_saved(config, record).apply_to(text_config_of(config))
+        saved = planned_as_saved(config, record)
+        saved.apply_to(text_config_of(config))
     # An extension with extension metadata is not in the config.
     planned = None if record is None else lambda **how: extended_json(folder, **how)[0]
     model_is: dict[str, Any] = {
@@ -85,7 +86,12 @@ def describe(
     if plot or figure is not None:
         as_it_is = existing == "refuse" and all(value is None for value in asked.values())
         facts = read_context(config) if as_it_is and has_rope(text_config_of(config)) else None
-        found = turns_in_use(facts) if facts is not None and facts.is_scaled else _pairs(plan(**model_is, **asked))
+        if as_it_is and saved is not None:
+            found = _pairs(saved)
+        elif facts is not None and facts.is_scaled:
+            found = turns_in_use(facts)
+        else:
+            found = _pairs(plan(**model_is, **asked))
         for turns in found if plot else ():
             Console().print("", *turns.chart(), sep="\n", highlight=False, markup=False)
         if figure is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -163,7 +164,9 @@ class RotateInAttention(Patch):
         new = built[0]
         new.attend = call.own_attention(base, implementation)
         new.implementation = implementation
-        new.owner = f"{self.method!r}, trained at {self._trained} tokens"
+        starts = [(label, rope.inv_freq.tolist(), rope.attention_factor) for label, rope in sorted(self.ropes.items())]
+        digest = hashlib.sha256(repr(starts).encode()).hexdigest()[:8]
+        new.owner = f"{self.method!r}, trained at {self._trained} tokens (frequencies {digest})"
         # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the
         # last bit of a frequency exceeds the bar, and the table may have been cast.
         new.in_use, new.pairs = self._in_use, {}

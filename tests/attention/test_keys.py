@@ -1,12 +1,15 @@
 """In-attention RoPE under every kind of cache, and through all that is done to one: against the same slow truth."""
 
 import copy
+import math
 import pickle
+from dataclasses import dataclass
 from itertools import product
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from families import token_ids
+from families import LENGTH, token_ids
 from in_attention_reference import (
     CHUNKS,
     METHODS,
@@ -17,6 +20,7 @@ from in_attention_reference import (
     read,
     rows,
     slow_model,
+    soft_model,
     truth,
 )
 from survey.small import small_model
@@ -33,6 +37,7 @@ from ctxext import extend_context
 from ctxext.attention import call, rotary, softmax, tiles
 from ctxext.attention.call import Call
 from ctxext.attention.keys import Room, stock_class
+from ctxext.methods import Branch, PositionRemapping
 
 ROOM = N_TOKENS + 9
 CACHES = {
@@ -121,6 +126,46 @@ def test_right_padded_rows_go_on_where_they_ended(method: str) -> None:
     }
     found = read(model, both, DynamicCache(config=model.config), [N_TOKENS - n_new, 5, *[1] * 7])
     assert_rows(found, want, both["attention_mask"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(PositionRemapping):
+    """Branches of one key function, of which none holds the keys after a query."""
+
+    name: ClassVar[str] = "split"
+    paper: ClassVar[Any] = None
+
+    def branches(self, rope) -> tuple[Branch, ...]:
+        def shrunk(positions):
+            return positions / 2.5
+
+        def same(positions):
+            return positions
+
+        return Branch(0, 10, same, shrunk, shrunk), Branch(10, math.inf, same, lambda at: at / 3 + 0.3, shrunk)
+
+    def reach(self, rope) -> float:
+        return math.inf
+
+
+@pytest.mark.usefixtures("float64")
+@torch.no_grad()
+def test_a_method_of_ones_own_need_not_place_later_keys() -> None:
+    model, ids = extend_context(soft_model("llama"), method=Split(factor=4.0)), rows()[0][None]
+    found = read(model, {"input_ids": ids}, DynamicCache(), CHUNKS)
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits, rtol=0, atol=1e-9)
+
+
+def test_a_cache_of_other_frequencies_is_refused() -> None:
+    """The same method and trained length, on a RoPE that was scaled before."""
+    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    cache = DynamicCache()
+    given = {"original_max_position_embeddings": LENGTH}
+    read(extend_context(soft_model("llama", rope_parameters=scaled), 4, "dynamic_ntk", existing="replace", **given),
+         {"input_ids": rows()[0][None]}, cache, [20])  # fmt: skip
+    other = extend_context(soft_model("llama", rope_parameters=scaled), 4, "dynamic_ntk", existing="compose", **given)
+    with pytest.raises(ValueError, match="this cache was filled under"):
+        read(other, {"input_ids": rows()[0][None]}, cache, [1])
 
 
 @torch.no_grad()
@@ -367,21 +412,119 @@ def test_rotating_keys_in_place_changes_no_number(method: str, monkeypatch: pyte
         torch.testing.assert_close(one, found[0], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("method", KINDS)
-def test_keys_put_in_place_of_rotated_ones_are_refused(method: str) -> None:
+def decoded_and_cropped(method: str):
+    """A model, a cache whose keys were rotated on and cut again, and its keys and values from before."""
+    model, cache = extended(method), DynamicCache()
+    read(model, {"input_ids": rows()[0][None]}, cache, [70, *[1] * 5])
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    read(model, {"input_ids": rows()[0][None]}, cache, [1] * 40)
+    cache.crop(-40)
+    return model, cache, before
+
+
+def sliced(cache, _) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :-6], layer.values[:, :, :-6]
+
+
+def evicted(cache, _) -> None:
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, 4:], layer.values[:, :, 4:]
+
+
+def replaced(cache, before) -> None:
+    for layer, (keys, values) in zip(cache.layers, before):
+        layer.keys, layer.values = keys, values
+
+
+def overwritten(cache, before) -> None:
+    for layer, (keys, values) in zip(cache.layers, before):
+        layer.keys.copy_(keys)
+        layer.values.copy_(values)
+
+
+def moved_after(change, how: str, *given):
+    def do(cache, before) -> None:
+        change(cache, before)
+        for layer in cache.layers if how in ("offload", "prefetch") else [cache]:
+            getattr(layer, how)(*given)
+
+    do.__name__ = f"{change.__name__}, {how}"
+    return do
+
+
+CHANGES = [
+    sliced, evicted, replaced, overwritten, moved_after(replaced, "batch_repeat_interleave", 1),
+    moved_after(replaced, "reorder_cache", torch.tensor([0])), moved_after(replaced, "offload"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_keys_that_were_changed_by_hand_are_refused(method: str, change, compiled: bool) -> None:
     """How they are rotated would be unknown."""
-    model, store, _ = filled(method, "dynamic")
-    for layer in store.layers:
-        layer.keys = layer.keys.clone()
-    with pytest.raises(
-        RuntimeError, match=r"keys of this cache were replaced.*Start from an empty cache.*copy\.deepcopy"
-    ):
-        read(model, padded([row[:151] for row in rows()], "left"), store, [1])
+    if compiled and change is overwritten:
+        pytest.skip("a traced graph cannot read how often a tensor was changed")
+    model, cache, before = decoded_and_cropped(method)
+    change(cache, before)
+    run = torch.compile(model, backend="eager") if compiled else model
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"this cache (has|are).*Start from an empty cache.*cache.crop.*deepcopy"
+        ):
+            read(run, {"input_ids": rows()[0][None]}, cache, [1])
 
 
+@pytest.mark.parametrize("method", KINDS)
+def test_a_shallow_copy_of_a_cache_is_refused(method: str) -> None:
+    model, cache = extended(method), DynamicCache()
+    read(model, {"input_ids": rows()[0][None]}, cache, [78])
+    twin = copy.copy(cache)
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    read(model, {"input_ids": rows()[0][None]}, cache, [1] * 7)
+    with pytest.raises(RuntimeError, match="Start from an empty cache"):
+        read(model, {"input_ids": rows()[0][None]}, twin, [1])
+
+
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_a_pass_that_fails_to_append_is_repeated_or_refused(
+    method: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cache, append, calls = extended(method), DynamicCache(), Room.append, []
+    read(model, {"input_ids": rows()[0][None]}, cache, [70])
+
+    def out_of_memory(room, *given):
+        calls.append(room)
+        if which == "keys" or len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return append(room, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Room, "append", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            read(model, {"input_ids": rows()[0][None]}, cache, [1])
+    if which == "keys":
+        assert_rows(read(model, {"input_ids": rows()[0][None]}, cache, [1] * 9), [truth(method)[0][70:79]])
+    else:
+        with pytest.raises(RuntimeError, match="Start from an empty cache"):
+            model(rows()[0][None, 70:71], past_key_values=cache)
+
+
+INTERRUPTED = {
+    "crop": (-1,),
+    "reorder_cache": (torch.tensor([0]),),
+    "batch_repeat_interleave": (1,),
+    "offload": (),
+    "deepcopy": (),
+}
+
+
+@pytest.mark.parametrize("then", INTERRUPTED)
 @pytest.mark.parametrize("n_read", [0, 62])
 def test_a_pass_that_fails_while_it_rotates_keys_leaves_a_cache_that_is_refused(
-    n_read: int, monkeypatch: pytest.MonkeyPatch
+    n_read: int, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the prompt, and at the token that changes the scale."""
     model, cache, batch = extended("dynamic_ntk"), DynamicCache(), {"input_ids": rows()[0][None]}
@@ -397,11 +540,31 @@ def test_a_pass_that_fails_while_it_rotates_keys_leaves_a_cache_that_is_refused(
         patched.setattr(call, "rotate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             read(model, batch, cache, [20] if n_read == 0 else [1] * 8)
-    cache.crop(-1)
-    with pytest.raises(RuntimeError, match="interrupted while it rotated them"):
+    if then == "deepcopy":
+        cache = copy.deepcopy(cache)
+    for each in cache.layers[:1] if then == "offload" else [cache] * (then != "deepcopy"):
+        getattr(each, then)(*INTERRUPTED[then])
+    with pytest.raises(RuntimeError, match="a forward pass was interrupted"):
         read(model, batch, cache, [1])
     cache.reset()
     assert_rows(read(model, batch, cache, [N_TOKENS]), truth("dynamic_ntk")[:1])
+
+
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_taking_tokens_back_again_and_again_adds_no_error(method: str) -> None:
+    """In bfloat16, over every scale and the edge of the window: a key turns on once, and never back."""
+    model, row = extended(method).bfloat16(), rows()[0][None]
+    kept, errors = DynamicCache(), []
+    read(model, {"input_ids": row}, kept, [60])
+    raw = extended(method).bfloat16()
+    for _ in range(12):
+        read(model, {"input_ids": row}, kept, [1] * 100)
+        once = DynamicCache()
+        read(raw, {"input_ids": row}, once, [60, *[1] * 100])
+        mine, want = (cache.layers[0].keys.double() for cache in (kept, once))
+        errors.append(float((mine - want).norm() / want.norm()))
+        kept.crop(-100)
+    assert errors[-1] <= 2 * errors[1] + 2**-9
 
 
 def test_rounding_grows_slowly_as_keys_are_rotated_again_and_again() -> None:
