@@ -6,8 +6,8 @@ python docs/methods.py
 from __future__ import annotations
 
 import inspect
-import math
 import json
+import math
 import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -237,7 +237,8 @@ def index() -> str:
         "| you want | take |", "|---|---|",
         "| to serve a longer context today | the vendor's recipe ([what is known](../checkpoints.md)), or "
         "[`yarn`](yarn.md) |",
-        "| no regression on short prompts | [`dynamic_yarn`](dynamic_yarn.md), in transformers |",
+        "| no regression on short prompts | [`dynamic_yarn`](dynamic_yarn.md) or [`self_extend`](self_extend.md), in "
+        "transformers; `dynamic_yarn` can be frozen at one length for other engines |",
         "| less of it, in every engine | λ fitted to the model: [`ctxext fit`](../fit/README.md) |",
         "| a fine-tune, with a GPU | [`yarn`](yarn.md) and a [fine-tune](../trainers.md) |",
         "| a model that is scaled already | [`existing=`](../checkpoints.md) |",

@@ -581,7 +581,9 @@ class BeforeForward:
         if base.config._attn_implementation not in IMPLEMENTATIONS.values():
             raise RuntimeError(
                 f"the attention implementation was set to {base.config._attn_implementation!r} after the model was "
-                "extended, so no query or key would be rotated. Call restore_context(model), set it, and extend again."
+                "extended, so no query or key would be rotated. Call restore_context(model), set 'sdpa', 'eager' or "
+                "'flex_attention', and extend again. Continuous batching (generate_batch) and flash_attention_2 need a "
+                "method that changes frequencies, such as 'yarn'."
             )
         if given.get("cache") is not None:  # whose blocks attention itself fills, with keys that it takes for rotated
             raise ValueError(

@@ -80,7 +80,7 @@ def compare(
     from ctxext.evals.runner import Runner
     from ctxext.evals.screen import asked_as_it_answers, finish, print_plan, run_with_bar, share_bar
     from ctxext.evals.summary import Summary, label
-    from ctxext.evals.targets import LiveModel, compared_variants
+    from ctxext.evals.targets import UNEXTENDED, LiveModel, compared_variants
     from ctxext.extension.method_file import check_apart, check_method_file
     from ctxext.fitting.race import Race, check_start, left_beside, saved_choice, where_it_runs
     from ctxext.hub.checkpoint import check_not_extended, checkpoint_folder
@@ -184,7 +184,7 @@ def compare(
         return
     finish(results, output)
     summary = Summary(results)
-    names = {variant.name for variant in variants}
+    names = {variant.name for variant in variants} | {UNEXTENDED}
     if others := [label(name) for name in summary.variants if name not in names]:
         common.say(f"{output} already had the samples of {', '.join(others)}.")
     use = recommended(summary)

@@ -139,7 +139,7 @@ def factor_and_target(
     elif factor is not None and target_length is not None:
         raise ValueError(
             f"pass factor= or target_length=, not both; got factor={factor} and target_length={target_length}. "
-            "Set the other to None (in a config file, to null)."
+            "Leave one of them out (in a config file, set it to null)."
         )
     if target_length is not None:
         if not is_count(target_length, 1, MAX_TOKENS):

@@ -364,8 +364,8 @@ def _refuse_existing(facts: ContextFacts) -> str:
                 _check_existing(facts, existing)
             offers.append(f"existing={existing!r} to {words}")
     return (
-        f"this model's RoPE is already scaled {by}({facts.summary}), and is used like that without method= and "
-        f"factor=. To change it, pass {', or '.join(offers)}."
+        f"this model's RoPE is already scaled {by}({facts.summary}): it needs no extension up to that length. To "
+        f"change it, pass {', or '.join(offers)}."
     )
 
 

@@ -103,6 +103,13 @@ def test_describe_draws_the_turns_of_each_pair(checkpoint: Path, tmp_path: Path)
     run = ctxext("describe", tmp_path / "out", "--plot")
     assert run.returncode == 0, run.stderr
     assert "fastest first: ○ within 64 tokens" in run.stdout
+    for method, returncode in (("dynamic_yarn", 0), ("self_extend", 1)):  # which are not in config.json
+        assert ctxext("extend", checkpoint, "--method", method, "-o", tmp_path / method).returncode == 0
+        saved = ctxext("describe", tmp_path / method, "--plot")
+        planned = ctxext("describe", checkpoint, "--method", method, "--plot")
+        assert saved.returncode == planned.returncode == returncode
+        assert saved.stdout.splitlines()[-8:] == planned.stdout.splitlines()[-8:] or returncode
+        assert saved.stderr == planned.stderr
 
 
 @pytest.mark.slow
