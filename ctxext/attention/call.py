@@ -415,6 +415,9 @@ class Call:
                 at = torch.where(branch.holds(positions[:, :1], places), branch.key(places.double()), at)
             return at
 
+        def keys_of(branch: Branch, before: CosSin | None) -> CosSin:
+            return self._table(layer, places, branch.key(places.double()), before)
+
         # By index, as functions cannot be dictionary keys in a compiled graph; branches may share a function.
         seen: list[Tensor] = []
         if store is not None and (n_queries == 1 or all(branch.key is branches[0].key for branch in branches)):
@@ -423,10 +426,12 @@ class Call:
         else:
             before = self._before(self._cached(module), layer, places)
             for index, branch in enumerate(branches):
-                name = "key", index, n_keys, id(before)
-                table = functools.partial(self._table, layer, places, branch.key(places.double()), before)
                 done = [seen[i] for i in range(index) if branches[i].key is branch.key]
-                seen += done[:1] or [rotate(key, self.shared(layer, name, table), layer.convention)]
+                if not done:
+                    make = functools.partial(keys_of, branch, before)
+                    table = self.shared(layer, ("key", index, n_keys, id(before)), make)
+                    done = [rotate(key, table, layer.convention)]
+                seen += done[:1]
 
         def mask_of(branch: Branch, tile: Tile) -> Tensor:
             held = branch.holds(positions[:, tile.rows, None], places[:, None, tile.columns])[:, None]
@@ -446,8 +451,11 @@ class Call:
                 held = _finite(held, query.dtype).expand(-1, n_heads * groups, -1, -1)
                 return held.reshape(len(query), n_heads, -1, n_keys)
 
-            at = self.shared(layer, "at", lambda: torch.cat([b.query(positions.double()) for b in branches], dim=1))
-            block = turned(query.expand(-1, -1, len(branches), -1), "at every branch", lambda x: x, at)
+            def at_every_branch() -> CosSin:
+                return tables.plain(torch.cat([branch.query(positions.double()) for branch in branches], dim=1))
+
+            table = self.shared(layer, "at every branch", at_every_branch)
+            block = rotate(query.expand(-1, -1, len(branches), -1), table, layer.convention)
             masks = self.shared(layer, ("every branch", mask, n_keys), every_branch)
             return softmax.of_branches(block, seen[0], value, masks), None
         if is_fused:
