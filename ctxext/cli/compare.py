@@ -174,7 +174,7 @@ def compare(
         except BaseException:
             if kept := left_beside(output):
                 common.say(f"Finished samples are kept in {kept}: ctxext report {output} reads them.")
-                common.say(f"A run with --minutes does not resume: remove {kept} before you repeat the command.")
+                common.say(f"A timed run does not resume: remove {kept} before you repeat the command.")
             raise
         if race.text_used_up:
             common.say("The text ran out before the time did. Pass a longer --haystack for more samples.")

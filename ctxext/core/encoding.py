@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ctxext import __version__
 from ctxext.core.patch import Patch
-from ctxext.core.plan import ENCODINGS, Plan, Request, chosen_method, factor_and_target
+from ctxext.core.plan import DEFAULT_METHODS, ENCODINGS, Plan, Request, chosen_method, factor_and_target
 from ctxext.methods import ContextMethod, method_class
 from ctxext.models.metadata import Lengths, by_own_names, live_mark
 from ctxext.models.text_config import text_config_of
@@ -20,7 +20,6 @@ class Encoding(ABC):
     """The position encoding of one model."""
 
     name: ClassVar[str]  # as in `ContextMethod.encoding`
-    default_method: ClassVar[str]
 
     @abstractmethod
     def plan(self, config: Any, request: Request) -> Plan:
@@ -75,7 +74,7 @@ class ModuleEncoding(Encoding):
         mark = live_mark(text_config)
         self._check_existing(request.existing, mark)
         now = self._as_it_is(mark, request.original_max_position_embeddings)
-        method = self.default_method if request.method is None else request.method
+        method = DEFAULT_METHODS[self.name] if request.method is None else request.method
         factor, target = factor_and_target(request.factor, request.target_length, method, now.trained_length)
         if target <= now.trained_length:
             raise ValueError(
@@ -120,7 +119,7 @@ class ModuleEncoding(Encoding):
                 f"original_max_position_embeddings={given} does not apply: the length of {ENCODINGS[self.name]} is "
                 f"its trained length, {self.trained_length} tokens ({self.source}). Leave it out."
             )
-        return replace(self, trained_length=given, source="as original_max_position_embeddings= says")
+        return replace(self, trained_length=given, source="given as original_max_position_embeddings")
 
     def _check_existing(self, existing: str, mark: dict[str, Any] | None) -> None:
         if existing not in ("refuse", "compose") or (existing == "compose" and mark is None):

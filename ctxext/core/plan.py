@@ -27,6 +27,9 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+# LongRoPE extends LLaMA 2 from 4k to 2,048k tokens (arXiv 2402.13753). A larger factor is probably a length.
+LARGEST_PUBLISHED = 512
+
 ARGUMENTS = tuple(each.name for each in fields(Request) if each.name != "options")
 
 
@@ -155,6 +158,11 @@ def factor_and_target(
         factor = 4.0 if factor is None else factor
         check_factor(factor)
         target_length = reached(factor, start)
+        if factor > LARGEST_PUBLISHED:
+            raise ValueError(
+                f"factor={factor:g} would extend {start} to {target_length} tokens. If {factor:g} is a length, pass "
+                f"target_length={factor:.0f}; for that many tokens, pass target_length={target_length}."
+            )
     return float(factor), target_length
 
 
@@ -165,6 +173,14 @@ ENCODINGS = {
     "sinusoidal": "a sinusoidal position table",
     "t5": "T5's bucketed bias",
     "relative": "relative position representations",
+}
+DEFAULT_METHODS = {
+    "rope": "yarn",
+    "alibi": "alibi_scaling",
+    "learned": "hierarchical",
+    "sinusoidal": "sinusoidal_interpolation",
+    "t5": "bucket_scaling",
+    "relative": "distance_interpolation",
 }
 
 

@@ -360,7 +360,7 @@ def _caption(summary: Summary, gated: bool, key: int) -> str:
         said.append("regression: loss increase over the baseline within the trained length")
     if summary.cannot_run:
         said.append(f"blank: {summary.cannot_run}")
-    return "; ".join(said)
+    return "\n".join(said)
 
 
 def finish(results: Results, path: Path) -> None:

@@ -31,6 +31,7 @@ from ctxext.extension.adapter_config import (
 )
 from ctxext.extension.metadata_file import RECORD
 from ctxext.models.text_config import text_config_of
+from ctxext.utils.four_bits import hold_warnings
 
 
 @functools.cache
@@ -38,6 +39,7 @@ def watch_peft() -> None:
     """Wrap PEFT's two methods and transformers' `load_adapter`, once per process."""
     if importlib.util.find_spec("peft") is None:
         return
+    hold_warnings()
     from peft import PeftModel
     from transformers.integrations.peft import PeftAdapterMixin
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ctxext import __version__
 from ctxext.core.encoding import Encoding
 from ctxext.core.patch import Patch
-from ctxext.core.plan import Plan, Request, chosen_method, factor_and_target
+from ctxext.core.plan import DEFAULT_METHODS, Plan, Request, chosen_method, factor_and_target
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import (
     ContextMethod,
@@ -74,14 +74,14 @@ class RopePlan(Plan):
     @property
     def figures(self) -> list[tuple[str, str]]:
         now, before = self.extended, self.rope
-        return [
-            (
-                "inverse freq.",
-                f"{now.inv_freq[0]:.4g} … {now.inv_freq[-1]:.4g} rad/token "
-                f"(before {before.inv_freq[0]:.4g} … {before.inv_freq[-1]:.4g})",
-            ),
-            ("attention factor", f"{now.attention_factor:.6g}"),
-        ]
+        method = getattr(self.method, "untempered", self.method)
+        at = f" at {self.target_length} tokens" if getattr(method, "is_dynamic", False) else ""
+        frequencies = f"{now.inv_freq[0]:.4g} … {now.inv_freq[-1]:.4g} rad/token{at}"
+        if not isinstance(method, PositionRemapping):
+            frequencies += f" (before {before.inv_freq[0]:.4g} … {before.inv_freq[-1]:.4g})"
+            return [("inverse freq.", frequencies), ("attention factor", f"{now.attention_factor:.6g}{at}")]
+        sizes = ", ".join(f"{name} {size}" for name, size in method.sizes(self.rope).items())
+        return [("inverse freq.", f"{frequencies}, unchanged"), *([("options", sizes)] if sizes else [])]
 
     @property
     def saved_as(self) -> str:
@@ -95,7 +95,6 @@ class RopeEncoding(Encoding):
     """Rotary position embeddings, as described by the config."""
 
     name: ClassVar[str] = "rope"
-    default_method: ClassVar[str] = "yarn"
 
     def plan(self, config: Any, request: Request) -> RopePlan:
         existing = request.existing
@@ -108,7 +107,7 @@ class RopeEncoding(Encoding):
         from_plain = existing == "replace" or not facts.is_scaled
         ropes = {t.label: facts.original_rope_of(t) if from_plain else facts.rope_of(t) for t in facts.tables}
         rope = ropes[facts.tables[0].label]
-        asked = self.default_method if request.method is None else request.method
+        asked = DEFAULT_METHODS[self.name] if request.method is None else request.method
         lengths = _lengths(facts, request, asked, rope.original_max_position_embeddings)
         seen_beyond = facts.seen_beyond(lengths.start)
         if not seen_beyond:
@@ -204,7 +203,8 @@ def _checked_method(
     if request.length is not None:
         if not is_count(request.length, 1, lengths.target):
             raise ValueError(
-                f"length must be a number of tokens (an int) up to {lengths.target}, got {shown(request.length)}."
+                f"length must be a number of tokens (an int) up to the target of {lengths.target}, got "
+                f"{shown(request.length)}. For more, pass a larger factor."
             )
         method = method.at_length(rope, request.length)
         if request.length <= lengths.start:

@@ -255,6 +255,14 @@ class PositionRemapping(RopeMethod):
             ValueError: an option does not fit the trained length.
         """
 
+    def sizes(self, rope: RopeGeometry) -> dict[str, int]:
+        """The options that are whole numbers, with the defaults for this RoPE.
+
+        Raises:
+            ValueError: one does not fit the trained length.
+        """
+        return {}
+
     @abstractmethod
     def reach(self, rope: RopeGeometry) -> float:
         """The length in tokens up to which every distance is mapped to a trained one."""

@@ -58,18 +58,18 @@ class SelfExtend(_Windowed):
     group_size: int | None = None
     window: int | None = None
 
-    def sizes(self, rope: RopeGeometry) -> tuple[int, int]:
-        """Group size and window, in tokens."""
+    def sizes(self, rope: RopeGeometry) -> dict[str, int]:
         trained = rope.original_max_position_embeddings
         window = self._tokens("window", max(1, trained // 4), trained)
-        if self.group_size is not None:
-            return self.group_size, window
-        # In thirds of a token, because 2/3 is not exact in floating point.
-        beyond = reached(self.factor, trained) - window
-        return max(1, -(-3 * beyond // max(3, 2 * trained - 3 * window))), window
+        group_size = self.group_size
+        if group_size is None:
+            # In thirds of a token, because 2/3 is not exact in floating point.
+            beyond = reached(self.factor, trained) - window
+            group_size = max(1, -(-3 * beyond // max(3, 2 * trained - 3 * window)))
+        return {"group_size": group_size, "window": window}
 
     def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
-        group, window = self.sizes(rope)
+        group, window = self.sizes(rope).values()
         shift = window - window / group
 
         def grouped(positions: Tensor) -> Tensor:
@@ -79,11 +79,11 @@ class SelfExtend(_Windowed):
         return near, Branch(window, math.inf, _as_it_is, lambda positions: grouped(positions) + shift, grouped)
 
     def reach(self, rope: RopeGeometry) -> float:
-        group, window = self.sizes(rope)
+        group, window = self.sizes(rope).values()
         return (rope.original_max_position_embeddings - window) * group + window
 
     def check_reach(self, rope: RopeGeometry, target_length: int) -> None:
-        group, window = self.sizes(rope)
+        group, window = self.sizes(rope).values()
         if self.reach(rope) < target_length:
             trained = rope.original_max_position_embeddings
             needed = math.ceil((target_length - window) / (trained - window))
@@ -108,9 +108,12 @@ class ReRoPE(_Windowed):
     window: int | None = None
     log_n: bool = True
 
-    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+    def sizes(self, rope: RopeGeometry) -> dict[str, int]:
         trained = rope.original_max_position_embeddings
-        window = self._tokens("window", max(1, trained // 4), trained)
+        return {"window": self._tokens("window", max(1, trained // 4), trained)}
+
+    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+        window = self.sizes(rope)["window"]
         near = Branch(-math.inf, window, _as_it_is, _as_it_is, _as_it_is)
         far = Branch(
             window, math.inf, _as_it_is, lambda positions: torch.full_like(positions, window), torch.zeros_like
@@ -166,8 +169,7 @@ class STRING(_Windowed):
         trained = rope.original_max_position_embeddings
         return self._tokens("window", min(128, max(1, trained // 16)), trained)
 
-    def sizes(self, rope: RopeGeometry) -> tuple[int, int]:
-        """S and W, in tokens."""
+    def sizes(self, rope: RopeGeometry) -> dict[str, int]:
         trained, window = rope.original_max_position_embeddings, self._window(rope)
         needed = math.ceil((self.factor - 1) * trained) + window
         shift = self._tokens("shift", min(max(trained // 3, needed), trained), trained + 1)
@@ -175,20 +177,20 @@ class STRING(_Windowed):
             raise ValueError(
                 f"shift must be larger than window, got {shift} and {window}. Leave both out to use the defaults."
             )
-        return shift, window
+        return {"shift": shift, "window": window}
 
     def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
-        shift, window = self.sizes(rope)
+        shift, window = self.sizes(rope).values()
         near = Branch(-math.inf, shift, _as_it_is, _as_it_is, _as_it_is)
         return near, Branch(shift, math.inf, _as_it_is, lambda positions: positions - shift + window, _as_it_is)
 
     def reach(self, rope: RopeGeometry) -> float:
-        shift, window = self.sizes(rope)
+        shift, window = self.sizes(rope).values()
         return rope.original_max_position_embeddings + shift - window
 
     def check_reach(self, rope: RopeGeometry, target_length: int) -> None:
         if self.reach(rope) < target_length:
-            shift, window = self.sizes(rope)
+            shift, window = self.sizes(rope).values()
             trained = rope.original_max_position_embeddings
             most = math.floor(100 * self._largest_factor(rope)) / 100
             remedy = "Pass" if self.shift is None else "Leave shift out, and pass"
@@ -222,7 +224,7 @@ class DualChunkAttention(_Windowed):
     chunk_size: int | None = None
     local_window: int | None = None
 
-    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+    def sizes(self, rope: RopeGeometry) -> dict[str, int]:
         trained = rope.original_max_position_embeddings
         size = self._tokens("chunk_size", trained * 3 // 4, trained)
         local = self._tokens("local_window", max(1, trained // 8))
@@ -231,6 +233,10 @@ class DualChunkAttention(_Windowed):
                 f"local_window must be smaller than chunk_size, got {local} and {size}. Leave both out to use the "
                 "defaults."
             )
+        return {"chunk_size": size, "local_window": local}
+
+    def branches(self, rope: RopeGeometry) -> tuple[Branch, ...]:
+        size, local = self.sizes(rope).values()
         step = size - local
 
         def chunk(positions: Tensor) -> Tensor:

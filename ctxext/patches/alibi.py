@@ -138,7 +138,6 @@ class AlibiEncoding(ModuleEncoding):
     """
 
     name: ClassVar[str] = "alibi"
-    default_method: ClassVar[str] = "alibi_scaling"
     mechanism = ScaleBias
     why_not_portable: ClassVar[str | None] = "its slopes follow from the number of heads alone"
 
@@ -174,7 +173,6 @@ class SlopeEncoding(ModuleEncoding):
     """Modules that hold one slope per head in a persistent buffer; `buffers` names it for each of `paths`."""
 
     name: ClassVar[str] = "alibi"
-    default_method: ClassVar[str] = "alibi_scaling"
     mechanism = WriteSlopes
     changes_weights: ClassVar[bool] = True
 

@@ -56,9 +56,9 @@ class InAttentionProof(Proof):
 
     def __str__(self) -> str:
         return (
-            f"with unscaled frequencies, queries and keys differ from the stock model's by {self.rotation_error:.1e} "
-            f"and the output by {self.output_error:.1e}; beyond its trained length the method changes the output "
-            f"by {self.effect:.1e}"
+            f"with unscaled frequencies, queries, keys (error {self.rotation_error:.1e}) and output (error "
+            f"{self.output_error:.1e}) match the stock model's; beyond the trained length the method changes the "
+            f"output (by {self.effect:.1e})"
         )
 
     def fault(self, name: str, summary: str) -> str | None:

@@ -156,7 +156,6 @@ class LearnedTable(TableEncoding):
     """Learned rows."""
 
     name: ClassVar[str] = "learned"
-    default_method: ClassVar[str] = "hierarchical"
 
     def rows(self, method: TableResizing, table: Tensor, n_rows: int) -> Tensor:
         return method.rows(table, n_rows)
@@ -167,7 +166,6 @@ class SinusoidalTable(TableEncoding):
     """Sines and cosines stored as weights or buffers."""
 
     name: ClassVar[str] = "sinusoidal"
-    default_method: ClassVar[str] = "sinusoidal_interpolation"
 
     layout: Layout
 

@@ -87,7 +87,6 @@ class BucketEncoding(ModuleEncoding):
     """
 
     name: ClassVar[str] = "t5"
-    default_method: ClassVar[str] = "bucket_scaling"
     mechanism = WidenBuckets
 
     max_distance: int
@@ -183,7 +182,6 @@ class RelativeSines(ModuleEncoding):
     """
 
     name: ClassVar[str] = "relative"
-    default_method: ClassVar[str] = "distance_interpolation"
     mechanism = ScaleDistances
     why_not_portable: ClassVar[str | None] = "its sines are recomputed in every forward pass and depend on no parameter"
 
@@ -266,7 +264,6 @@ class DistanceTable(ModuleEncoding):
     """
 
     name: ClassVar[str] = "relative"
-    default_method: ClassVar[str] = "distance_interpolation"
     mechanism = GrowDistances
     changes_weights: ClassVar[bool] = True
 

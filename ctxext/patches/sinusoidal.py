@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ctxext.core.edit import Edit
 from ctxext.core.encoding import ModuleEncoding
+from ctxext.core.plan import DEFAULT_METHODS
 from ctxext.encodings.sinusoidal import Layout, sinusoidal_table
 from ctxext.methods import ContextMethod, PositionScaling
 from ctxext.patches.module_patch import ModulePatch, stated_length
@@ -93,7 +94,6 @@ class GrowingTable(ModuleEncoding):
     """Modules that recompute their own table: `tables` holds the path, the name of the table and its layout of each."""
 
     name: ClassVar[str] = "sinusoidal"
-    default_method: ClassVar[str] = "sinusoidal_interpolation"
     mechanism = ScaleRows
     why_not_portable: ClassVar[str | None] = "its sinusoidal table is recomputed and depends on no parameter"
 
@@ -105,7 +105,7 @@ class GrowingTable(ModuleEncoding):
         if torch.equal(method.positions(positions), positions):
             raise ValueError(
                 f"{method.name} changes nothing in this model, which computes more rows of the same sines for any "
-                f"longer input. Use the model unextended, or {self.default_method!r}."
+                f"longer input. Use the model unextended, or {DEFAULT_METHODS[self.name]!r}."
             )
         return super().updates(method, target_length)
 

@@ -364,3 +364,12 @@ def test_extend_promises_no_weights_that_are_not_there(checkpoint: Path, tmp_pat
     shutil.copy(checkpoint / "config.json", tmp_path / "bare")
     run = ctxext("extend", tmp_path / "bare", "-o", tmp_path / "out")
     assert "there were no weights to copy" in " ".join(run.stderr.split())
+
+
+def test_methods_marks_the_default_of_each_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+    from ctxext.core.plan import ENCODINGS
+
+    get_command(commands).commands["methods"].callback()  # type: ignore[attr-defined]
+    marked = re.findall(r"^(\w+).* \(default\) ", capsys.readouterr().out, re.M)
+    assert marked[0] == "yarn"
+    assert len(marked) == len(ENCODINGS)

@@ -97,6 +97,15 @@ def test_the_receipt_tells_the_trained_length_from_the_one_that_the_factor_count
     assert lengths_of(replaced) == ["trained length 16 (before scaling)", "target length 128"]
 
 
+def test_a_length_passed_as_the_factor_is_refused_but_no_published_factor() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"If 2048 is a length, pass target_length=2048; .*pass target_length=131072"):
+        extend_context(model, 2048)
+    assert extend_context(model, 512).context_extension.plan.target_length == 512 * 64
+    restore_context(model)
+    assert extend_context(model, target_length=131072).context_extension.plan.factor == 2048
+
+
 def test_a_path_in_place_of_a_model_is_to_be_loaded_first() -> None:
     with pytest.raises(TypeError, match=r"got str\. Load it first with AutoModelForCausalLM\.from_pretrained\."):
         extend_context("my-model", factor=4)

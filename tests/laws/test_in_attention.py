@@ -99,6 +99,12 @@ def test_the_receipt_says_what_was_seen_and_how_it_is_saved() -> None:
         assert words in repr(model.context_extension)
     assert f"{model.context_extension.proof.effect:.1e}" in seen
     assert "self_extend ×4: 64 → 256 tokens" in repr(model)
+    shown = [" ".join(row.split()) for row in repr(model.context_extension).splitlines()]
+    assert "options group_size 9, window 16" in shown
+    assert any(row.startswith("inverse freq.") and row.endswith("rad/token, unchanged") for row in shown)
+    dynamic = repr(patched("llama", "dynamic_yarn").context_extension)
+    assert "rad/token at 256 tokens (before" in dynamic
+    assert " 1.13863 at 256 tokens" in dynamic
 
 
 # ----------------------------------------------------------------------------- the proof can fail

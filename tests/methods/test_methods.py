@@ -577,8 +577,8 @@ def test_every_distance_within_reach_is_a_trained_one(cls):
 
 def test_string_shifts_what_the_trained_length_hardly_saw():
     """A third of the trained length at factor 1, as in the authors' README; more where the factor needs it."""
-    assert STRING(factor=1).sizes(LLAMA) == (8192 // 3, 128)
-    assert STRING(factor=1.5).sizes(LLAMA) == (4096 + 128, 128)
+    assert STRING(factor=1).sizes(LLAMA) == {"shift": 8192 // 3, "window": 128}
+    assert STRING(factor=1.5).sizes(LLAMA) == {"shift": 4096 + 128, "window": 128}
     query = torch.tensor([2729, 2730, 8191])
     assert STRING(factor=1).distance(LLAMA, query, torch.tensor(0)).tolist() == [2729, 128, 8191 - 2730 + 128]
     assert STRING(factor=1).reach(LLAMA) == 8192 + 2730 - 128
@@ -659,7 +659,7 @@ def test_distances_are_exact_up_to_the_window(cls):
 
 def test_self_extend_grows_by_one_a_group():
     for method, rope, target in made(SelfExtend):
-        group, window = method.sizes(rope)
+        group, window = method.sizes(rope).values()
         query, key = pairs(target)
         found, true = method.distance(rope, query, key), (query - key).double()
         far = true >= window
@@ -713,7 +713,7 @@ def test_dual_chunks_by_hand():
 
 
 def test_defaults_follow_from_the_trained_length():
-    assert SelfExtend(factor=4).sizes(LLAMA) == (9, 2048)
+    assert SelfExtend(factor=4).sizes(LLAMA) == {"group_size": 9, "window": 2048}
     near, far = ReRoPE(factor=4).branches(LLAMA)
     assert near.stop == far.first == 2048
     intra, successive, inter = DualChunkAttention(factor=4).branches(LLAMA)
@@ -724,7 +724,7 @@ def test_defaults_follow_from_the_trained_length():
 @pytest.mark.parametrize("factor", [1.5, 2, 3.7, 4, 8, 16, 100])
 @pytest.mark.parametrize("trained", [8, 64, 100, 512, 2048, 4096, 131072])
 def test_self_extend_takes_the_least_group_by_the_authors_rule(trained, factor):
-    group, window = SelfExtend(factor=factor).sizes(RopeGeometry.plain(16, 1e4, trained))
+    group, window = SelfExtend(factor=factor).sizes(RopeGeometry.plain(16, 1e4, trained)).values()
 
     def used(group: int) -> Fraction:
         return window + (Fraction(factor) * trained - window) / group

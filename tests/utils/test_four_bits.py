@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -37,3 +38,13 @@ def test_the_warning_waits_for_a_model_in_four_bits(command_line: None, caplog: 
     assert caplog.messages == []
     loaded(in_4bit=True)
     assert caplog.messages == ["no kernel"]
+
+
+def test_extending_in_python_prints_nothing() -> None:
+    code = (
+        "from transformers import AutoConfig, AutoModelForCausalLM; from ctxext import extend_context; "
+        "from ctxext.assets import MODEL; "
+        "extend_context(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout + run.stderr == ""
