@@ -28,7 +28,7 @@ from ctxext.attention.masks import (
     explicit,
     ranges_of,
 )
-from ctxext.attention.rotary import CosSin, InAttentionRotary, Layer, change, rotate
+from ctxext.attention.rotary import CosSin, InAttentionRotary, Layer, at_once, change, rotate, rotate_at_once, widened
 from ctxext.attention.softmax import Joined, Part, Softmax
 from ctxext.attention.tiles import Tile
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
@@ -145,6 +145,14 @@ class Call:
             self._shared[known] = make()
         return self._shared[known]
 
+    def _turned(self, layer: Layer, x: Tensor, name: Any, make: Callable[[], CosSin]) -> Tensor:
+        """`x` rotated by cos and sin that layers share under `name`."""
+        convention = layer.convention
+        if not at_once(x):
+            return rotate(x, self.shared(layer, name, make), convention)
+        name = "wide", convention.pairs, convention.sign, name
+        return rotate_at_once(x, self.shared(layer, name, lambda: widened(make(), convention)), convention)
+
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """The attention of one layer; arguments are (batch, heads, tokens, head_dim), as in transformers."""
         if query.device != self.positions.device:  # of a model whose layers are on several devices
@@ -169,9 +177,7 @@ class Call:
         places = self._places(module, key)
         store = self._store(module, key)
 
-        def turned(x: Tensor, name: Any, make: Callable[[], CosSin]) -> Tensor:
-            return rotate(x, self.shared(layer, name, make), layer.convention)
-
+        turned = functools.partial(self._turned, layer)
         whole = rotary.method
         if whole is not None and not layer.within:
             times = self.shared(layer, "times", lambda: whole.query_scaling(tables.rope, positions))
@@ -287,22 +293,22 @@ class Call:
         if store is None or not store.rotated:
             return None
         state, rotated, n_keys = store.state, store.rotated, places.shape[1]
-
-        def make() -> tuple[CosSin, Tensor]:
-            cos, sin = self._table(layer, places[:, :rotated], state[:, :rotated], None)
-            others = 0, 0, 0, n_keys - rotated
-            # `state` is kept with what is found, so that its id stays its own.
-            return (nn.functional.pad(cos, others, value=1.0), nn.functional.pad(sin, others)), state
-
-        found: CosSin = self.shared(layer, ("before", id(state), rotated, n_keys), make)[0]
+        make = functools.partial(self._earlier, layer, places[:, :rotated], state[:, :rotated], n_keys - rotated)
+        # `state` is kept with what is found, so that its id stays its own.
+        found: CosSin = self.shared(layer, ("before", id(state), rotated, n_keys), lambda: (make(), state))[0]
         return found
+
+    def _earlier(self, layer: Layer, places: Tensor, state: Tensor, n_new: int) -> CosSin:
+        """cos and sin by which keys at `places` are rotated already, and of `n_new` keys that are not."""
+        cos, sin = self._table(layer, places, state, None)
+        others = 0, 0, 0, n_new
+        return nn.functional.pad(cos, others, value=1.0), nn.functional.pad(sin, others)
 
     def _rotated(self, store: Any, layer: Layer, key: Tensor, places: Tensor, state: Tensor) -> Tensor:
         """All keys, rotated as `state` says, in new memory."""
         before = self._before(store, layer, places)
         name = "keys", key.shape[2], id(before)
-        table = self.shared(layer, name, lambda: self._table(layer, places, state, before))
-        return rotate(key, table, layer.convention)
+        return self._turned(layer, key, name, lambda: self._table(layer, places, state, before))
 
     def _rotated_in_place(self, store: Any, layer: Layer, key: Tensor, places: Tensor, state: Tensor) -> Tensor:
         """All keys of a cache layer, rotated as `state` says: the new ones, and those whose rotation changes.
@@ -311,29 +317,27 @@ class Call:
         bits each turn rounds, and errors would add up over many such steps.
         """
         before, rotated, n_keys = store.state, store.rotated, key.shape[2]
-
-        def turn(columns: Any, name: Any, table: Callable[[], CosSin]) -> None:
-            key[:, :, columns] = rotate(key[:, :, columns], self.shared(layer, name, table), layer.convention)
-
-        def changes() -> CosSin:
-            at = places[:, moved]
-            return self._table(layer, at, state[:, moved], self._table(layer, at, before[:, moved], None))
-
-        known = id(before), rotated, n_keys
-        moved: Any = ()
+        moved, columns = None, slice(n_keys)
         if rotated:
             sign = -1 if isinstance(self.rotary.untempered, PositionRemapping) else 1
             find = functools.partial(_moved, before, state, rotated, sign)
             # `before` is kept with what is found, so that its id stays its own.
-            moved, turns_back, _ = self.shared(layer, ("moved", *known), lambda: (*find(), before))
+            name = "moved", id(before), rotated, n_keys
+            moved, columns, turns_back, _ = self.shared(layer, name, lambda: (*find(), before))
             if turns_back:
                 return self._rotated(store, layer, key, places, state)
+            if moved is None and rotated == n_keys:  # DiffLlama attends twice in a layer
+                return key
+
+        def changes() -> CosSin:
+            earlier = None
+            if moved is not None:
+                earlier = self._earlier(layer, places[:, moved], before[:, moved], n_keys - rotated)
+            return self._table(layer, places[:, columns], state[:, columns], earlier)
+
         with store.rotating(state):
-            if isinstance(moved, slice) or len(moved):
-                turn(moved, ("changes", *known), changes)
-            if rotated < n_keys:
-                new = slice(rotated, n_keys)
-                turn(new, ("new", rotated, n_keys), lambda: self._table(layer, places[:, new], state[:, new], None))
+            name = "changes", id(before), rotated, n_keys
+            key[:, :, columns] = self._turned(layer, key[:, :, columns], name, changes)
         return key
 
     def _by_rung(
@@ -407,7 +411,7 @@ class Call:
         branches = self.shared(layer, "branches", lambda: method.branches(tables.rope))
 
         def turned(x: Tensor, name: Any, mapped: Callable[[Tensor], Tensor], where: Tensor) -> Tensor:
-            return rotate(x, self.shared(layer, name, lambda: tables.plain(mapped(where.double()))), layer.convention)
+            return self._turned(layer, x, name, lambda: tables.plain(mapped(where.double())))
 
         def mapped_keys() -> Tensor:
             at = branches[0].key(places.double())
@@ -428,9 +432,8 @@ class Call:
             for index, branch in enumerate(branches):
                 done = [seen[i] for i in range(index) if branches[i].key is branch.key]
                 if not done:
-                    make = functools.partial(keys_of, branch, before)
-                    table = self.shared(layer, ("key", index, n_keys, id(before)), make)
-                    done = [rotate(key, table, layer.convention)]
+                    name = "key", index, n_keys, id(before)
+                    done = [self._turned(layer, key, name, functools.partial(keys_of, branch, before))]
                 seen += done[:1]
 
         def mask_of(branch: Branch, tile: Tile) -> Tensor:
@@ -454,8 +457,7 @@ class Call:
             def at_every_branch() -> CosSin:
                 return tables.plain(torch.cat([branch.query(positions.double()) for branch in branches], dim=1))
 
-            table = self.shared(layer, "at every branch", at_every_branch)
-            block = rotate(query.expand(-1, -1, len(branches), -1), table, layer.convention)
+            block = self._turned(layer, query.expand(-1, -1, len(branches), -1), "at every branch", at_every_branch)
             masks = self.shared(layer, ("every branch", mask, n_keys), every_branch)
             return softmax.of_branches(block, seen[0], value, masks), None
         if is_fused:
@@ -515,11 +517,19 @@ def _finite(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype).clamp(min=lowest)
 
 
-def _moved(before: Tensor, state: Tensor, rotated: int, sign: int) -> tuple[slice | Tensor, bool]:
-    """The columns, of the first `rotated`, in which a row's state changes; and whether one changes against `sign`."""
-    steps = (state[:, :rotated] - before[:, :rotated]) * sign
-    columns = (steps != 0).any(0).nonzero()[:, 0]
-    return slice(rotated) if len(columns) == rotated else columns, bool((steps < 0).any())
+def _moved(
+    before: Tensor, state: Tensor, rotated: int, sign: int
+) -> tuple[slice | Tensor | None, slice | Tensor, bool]:
+    """The columns, of the first `rotated`, in which a row's state changes (None without any); these and the new ones;
+    and whether one changes against `sign`."""
+    steps, n_keys = (state[:, :rotated] - before[:, :rotated]) * sign, state.shape[1]
+    moved = (steps != 0).any(0).nonzero()[:, 0]
+    turns_back = bool((steps < 0).any())
+    if len(moved) == 0:
+        return None, slice(rotated, n_keys), turns_back
+    if len(moved) == rotated:
+        return slice(rotated), slice(n_keys), turns_back
+    return moved, torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)]), turns_back
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:

@@ -214,17 +214,11 @@ def rotate(
     convention: Convention,
 ) -> Float[Tensor, "batch heads n dim"]:
     """Rotate the first 2 · pair dimensions of each head (or the last), in float32; the others are unchanged."""
-    exact, (batch, heads, n, dim) = torch.promote_types(x.dtype, torch.float32), x.shape
-    turning, still = _dimensions(x, cos_sin[0], convention)
-    if x.numel() <= TILE or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        cos, sin = cos_sin[0][:, None], cos_sin[1][:, None] * convention.sign
-        first, second = _of_pairs(x[..., turning].to(exact), convention)
-        turned = [first * cos - second * sin, second * cos + first * sin]
-        if convention.pairs == "interleaved":
-            turned = [torch.stack(turned, dim=-1).flatten(-2)]
-        turned = [each.to(x.dtype) for each in turned]
-        return torch.cat([x[..., still], *turned] if convention.last else [*turned, x[..., still]], dim=-1)
+    if at_once(x):
+        return rotate_at_once(x, widened(cos_sin, convention), convention)
     # Tile by tile, with one tile in float32 at a time.
+    exact, (batch, heads, n, dim) = torch.promote_types(x.dtype, torch.float32), x.shape
+    turning, still = _dimensions(dim, 2 * cos_sin[0].shape[-1], convention)
     result = x.new_empty(x.shape)
     step = max(16, TILE // (batch * heads * dim)) if x.device.type == "cpu" else n
     size = min(step, n) if x.dtype != exact else 0
@@ -244,9 +238,40 @@ def rotate(
     return result
 
 
-def _dimensions(x: Tensor, cos: Tensor, convention: Convention) -> tuple[slice, slice]:
+def at_once(x: Tensor) -> bool:
+    """Whether `rotate` computes all of `x` at once."""
+    return x.numel() <= TILE or torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+def widened(cos_sin: CosSin, convention: Convention) -> tuple[Tensor, Tensor]:
+    """The multipliers of each dimension, and of the other one of its pair, of shape (batch, 1, n, 2 · pair)."""
+    cos, sin = cos_sin[0], cos_sin[1] * convention.sign
+    if convention.pairs == "interleaved":
+        own, others = (torch.stack(parts, dim=-1).flatten(-2) for parts in ((cos, cos), (-sin, sin)))
+    else:
+        own, others = (torch.cat(parts, dim=-1) for parts in ((cos, cos), (-sin, sin)))
+    return own[:, None], others[:, None]
+
+
+def rotate_at_once(
+    x: Float[Tensor, "batch heads n dim"], wide: tuple[Tensor, Tensor], convention: Convention
+) -> Float[Tensor, "batch heads n dim"]:
+    """`rotate` with what `widened` made of cos and sin."""
+    own, others = wide
+    turning, still = _dimensions(x.shape[-1], own.shape[-1], convention)
+    before = x[..., turning].to(torch.promote_types(x.dtype, torch.float32))
+    if convention.pairs == "interleaved":
+        partners = before.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partners = before.roll(before.shape[-1] // 2, -1)
+    turned = torch.addcmul(before * own, partners, others).to(x.dtype)
+    if turned.shape == x.shape:
+        return turned
+    return torch.cat([x[..., still], turned] if convention.last else [turned, x[..., still]], dim=-1)
+
+
+def _dimensions(dim: int, n_turning: int, convention: Convention) -> tuple[slice, slice]:
     """The dimensions of a head that rotate, and the others."""
-    n_turning, dim = 2 * cos.shape[-1], x.shape[-1]
     if convention.last:
         return slice(dim - n_turning, dim), slice(0, dim - n_turning)
     return slice(0, n_turning), slice(n_turning, dim)

@@ -533,13 +533,15 @@ def test_a_pass_that_fails_while_it_rotates_keys_leaves_a_cache_that_is_refused(
     if n_read:
         read(model, batch, cache, [n_read])
 
-    def interrupted(x, *given):
+    turned = call.Call._turned
+
+    def interrupted(self, layer, x, *given):
         if x.shape[1] == model.config.num_key_value_heads and x.shape[2] > 1:
             raise KeyboardInterrupt
-        return rotary.rotate(x, *given)
+        return turned(self, layer, x, *given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(call, "rotate", interrupted)
+        patched.setattr(call.Call, "_turned", interrupted)
         with pytest.raises(KeyboardInterrupt):
             read(model, batch, cache, [20] if n_read == 0 else [1] * 8)
     if then == "deepcopy":
