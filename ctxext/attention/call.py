@@ -29,7 +29,7 @@ from ctxext.attention.masks import (
     ranges_of,
 )
 from ctxext.attention.rotary import CosSin, InAttentionRotary, Layer, at_once, change, rotate, rotate_at_once, widened
-from ctxext.attention.softmax import Joined, Part, Softmax
+from ctxext.attention.softmax import Joined, Part, Softmax, number_of_windows, windows_of_mask
 from ctxext.attention.tiles import Tile
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
 
@@ -413,10 +413,16 @@ class Call:
         def turned(x: Tensor, name: Any, mapped: Callable[[Tensor], Tensor], where: Tensor) -> Tensor:
             return self._turned(layer, x, name, lambda: tables.plain(mapped(where.double())))
 
+        def held_by_each() -> Tensor:
+            """Which keys a single query sees in each branch, of shape (batch, 1, branch, keys)."""
+            return torch.stack([branch.holds(positions, places) for branch in branches], dim=1)[:, None]
+
         def mapped_keys() -> Tensor:
             at = branches[0].key(places.double())
-            for branch in branches[1:]:
-                at = torch.where(branch.holds(positions[:, :1], places), branch.key(places.double()), at)
+            for index, branch in enumerate(branches):
+                if branch.key is not branches[0].key:
+                    held = self.shared(layer, ("held", n_keys), held_by_each)[:, 0, index]
+                    at = torch.where(held, branch.key(places.double()), at)
             return at
 
         def keys_of(branch: Branch, before: CosSin | None) -> CosSin:
@@ -436,23 +442,29 @@ class Call:
                     done = [self._turned(layer, key, name, functools.partial(keys_of, branch, before))]
                 seen += done[:1]
 
-        def mask_of(branch: Branch, tile: Tile) -> Tensor:
-            held = branch.holds(positions[:, tile.rows, None], places[:, None, tile.columns])[:, None]
-            part = Rows.of(mask, tile.rows, n_keys).block(tile.columns)
+        def masked(held: Tensor, rows: slice, columns: slice) -> Tensor:
+            part = Rows.of(mask, rows, n_keys).block(columns)
             if part is None or part.dtype == torch.bool:
                 return held if part is None else held & part
             return part.masked_fill(~held, float("-inf"))
 
+        def mask_of(branch: Branch, tile: Tile) -> Tensor:
+            held = branch.holds(positions[:, tile.rows, None], places[:, None, tile.columns])[:, None]
+            return masked(held, tile.rows, tile.columns)
+
         is_fused = softmax.fused(query, key, value)
         if is_fused and n_queries == 1 and query.device.type == "cpu":
-            whole = Tile(slice(None), slice(0, 1), slice(0, n_keys), "masked")
 
             def every_branch() -> Tensor:
-                held = torch.cat([mask_of(branch, whole) for branch in branches], dim=2)
+                held = masked(self.shared(layer, ("held", n_keys), held_by_each), slice(0, 1), slice(0, n_keys))
                 n_heads = 1 if held.shape[1] == 1 else key.shape[1]
                 groups = query.shape[1] // key.shape[1]
-                held = _finite(held, query.dtype).expand(-1, n_heads * groups, -1, -1)
-                return held.reshape(len(query), n_heads, -1, n_keys)
+                held = _finite(held, query.dtype)
+                n_windows = number_of_windows(len(query), key.shape[1], n_keys)
+                if n_windows > 1:
+                    held = windows_of_mask(held, n_windows)
+                held = held.expand(-1, n_heads * groups, -1, -1)
+                return held.reshape(len(held), n_heads, -1, held.shape[3])
 
             def at_every_branch() -> CosSin:
                 return tables.plain(torch.cat([branch.query(positions.double()) for branch in branches], dim=1))
@@ -522,11 +534,11 @@ def _moved(
 ) -> tuple[slice | Tensor | None, slice | Tensor, bool]:
     """The columns, of the first `rotated`, in which a row's state changes (None without any); these and the new ones;
     and whether one changes against `sign`."""
-    steps, n_keys = (state[:, :rotated] - before[:, :rotated]) * sign, state.shape[1]
-    moved = (steps != 0).any(0).nonzero()[:, 0]
-    turns_back = bool((steps < 0).any())
+    steps, n_keys = state[:, :rotated] - before[:, :rotated], state.shape[1]
+    moved = steps.any(0).nonzero()[:, 0]
     if len(moved) == 0:
-        return None, slice(rotated, n_keys), turns_back
+        return None, slice(rotated, n_keys), False
+    turns_back = bool((steps[:, moved] * sign < 0).any())
     if len(moved) == rotated:
         return slice(rotated), slice(n_keys), turns_back
     return moved, torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)]), turns_back

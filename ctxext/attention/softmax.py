@@ -7,6 +7,7 @@ of queries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ from ctxext.attention.tiles import BLOCK, Tile
 
 # The most scores held at once without a flash kernel: 64 MiB in float32.
 SCORES = 2**24
+
+# The fewest keys of a window.
+WINDOW = 512
 
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -110,16 +114,46 @@ class Softmax:
 
         Args:
             query: rotated for each branch.
-            mask: finite numbers that are added to the scores, so that each key is seen in one branch.
+            mask: finite numbers that are added to the scores, so that each key is seen in one branch; of more rows
+                than the query if its keys are to be read in `windows`.
         """
-        grouped = query.reshape(*key.shape[:2], -1, key.shape[3])
+        batch, heads, n_branches, dim = query.shape
+        n_windows, grouped = len(mask) // batch, query.reshape(*key.shape[:2], -1, dim)
+        if n_windows > 1:
+            grouped, key, value = (
+                grouped.expand(n_windows, -1, -1, -1),
+                windows(key, n_windows),
+                windows(value, n_windows),
+            )
         output, weight = _flash_on_cpu(grouped, key, value, 0.0, False, attn_mask=mask, scale=self.scaling)
-        weight = weight.reshape(query.shape[:3])
+        shape = n_windows, batch, heads, n_branches
+        weight = weight.reshape(shape).permute(1, 2, 0, 3).flatten(2)
         if self.sinks is not None:
-            sinks = self.sinks.to(weight.dtype)[None, :, None].expand(len(weight), -1, 1)
+            sinks = self.sinks.to(weight.dtype)[None, :, None].expand(batch, -1, 1)
             weight = torch.cat([weight, sinks], dim=-1)
-        share = weight.softmax(-1)[..., : query.shape[2], None]
-        return (output.reshape(query.shape) * share).sum(2, keepdim=True).transpose(1, 2).to(query.dtype)
+        share = weight.softmax(-1)[..., : n_windows * n_branches]
+        share = share.view(batch, heads, n_windows, n_branches).permute(2, 0, 1, 3)[..., None]
+        return (output.reshape(*shape, dim) * share).sum((0, 3))[:, None].to(query.dtype)
+
+
+def number_of_windows(n_rows: int, n_heads: int, n_keys: int) -> int:
+    """Into how many `windows` a row's keys are cut, so that all threads of a CPU get as much: its kernel gives a thread
+    whole heads of a row."""
+    n_threads = torch.get_num_threads()
+    return 1 if n_rows > 1 else max(1, min(n_threads // math.gcd(n_heads, n_threads), n_keys // WINDOW))
+
+
+def windows(x: Float[Tensor, "1 heads n dim"], n_windows: int) -> Float[Tensor, "window heads size dim"]:
+    """A row in windows of one size, as a view. Neighbours share fewer than `n_windows` tokens."""
+    step = x.shape[2] // n_windows
+    return x[0].unfold(1, x.shape[2] - (n_windows - 1) * step, step).permute(1, 0, 3, 2)
+
+
+def windows_of_mask(mask: Float[Tensor, "1 heads row key"], n_windows: int) -> Float[Tensor, "window heads row size"]:
+    """The mask of `windows`, in which each key is seen once."""
+    cut = windows(mask.transpose(2, 3), n_windows).transpose(2, 3).contiguous()
+    cut[:-1, ..., mask.shape[3] // n_windows :] = torch.finfo(mask.dtype).min
+    return cut
 
 
 class Joined:

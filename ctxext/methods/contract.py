@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -235,7 +236,9 @@ class Branch:
     def holds(self, query: Shaped[Tensor, "*#pairs"], key: Shaped[Tensor, "*#pairs"]) -> Bool[Tensor, "*pairs"]:
         """Whether each pair of positions belongs to the branch."""
         apart = self.bucket(query) - self.bucket(key)
-        return (apart >= self.first) & (apart < self.stop)
+        if self.first == -math.inf:
+            return apart < self.stop
+        return apart >= self.first if self.stop == math.inf else (apart >= self.first) & (apart < self.stop)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ctxext import extend_context
-from ctxext.attention import masks, rotary, softmax, tiles
+from ctxext.attention import call, masks, rotary, softmax, tiles
 from ctxext.attention.softmax import Softmax
 
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 96}, "qwen3": {}, "gpt_neox": {}, "gemma2": {}}
@@ -310,3 +310,49 @@ def test_a_single_query_meets_each_key_in_its_branch(with_sinks: bool) -> None:
         scores = torch.cat([scores, sinks[:, None, None].expand(2, -1, 1, 1)], dim=-1)
     want = scores.softmax(-1)[..., :n_keys] @ value
     torch.testing.assert_close(found, want.transpose(1, 2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n_keys", "n_windows"), [(12, 3), (13, 3), (14, 3), (4097, 2), (600, 16)])
+def test_windows_show_each_key_once(n_keys: int, n_windows: int) -> None:
+    keys = softmax.windows(torch.arange(n_keys)[None, None, :, None].expand(-1, 2, -1, 1), n_windows)
+    mask = softmax.windows_of_mask(torch.zeros(1, 2, 3, n_keys), n_windows)
+    assert mask.shape == (n_windows, 2, 3, keys.shape[2])
+    for head, row in product(range(2), range(3)):
+        assert keys[:, head, :, 0][mask[:, head, row] == 0].sort().values.tolist() == list(range(n_keys))
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_heads", "n_keys", "n_threads", "n_windows"),
+    [
+        (1, 3, 4096, 1, 1), (1, 3, 4096, 2, 2), (1, 8, 4096, 2, 1), (1, 8, 16384, 16, 2), (1, 3, 65536, 16, 16),
+        (1, 3, 4096, 64, 8), (1, 3, 100, 64, 1), (2, 3, 4096, 2, 1),
+    ],
+)  # fmt: skip
+def test_every_thread_gets_as_many_heads_and_windows(
+    n_rows: int, n_heads: int, n_keys: int, n_threads: int, n_windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
+    assert softmax.number_of_windows(n_rows, n_heads, n_keys) == n_windows
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [*product(["llama"], ["self_extend", "rerope", "dca", "string", "tempered_rerope"]), ("gpt_oss", "rerope")],
+)
+def test_a_step_that_reads_its_keys_in_windows_is_the_slow_truth(
+    family: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(softmax, "WINDOW", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    cut, counts = softmax.windows_of_mask, set()
+
+    def counted(mask: Tensor, n_windows: int) -> Tensor:
+        counts.add(n_windows)
+        return cut(mask, n_windows)
+
+    monkeypatch.setattr(call, "windows_of_mask", counted)
+    changes = {"sliding_window": 96} if family == "gpt_oss" else {}
+    model, batch = extended(method, family, **changes), {"input_ids": rows()[0][None]}
+    found = read(model, batch, DynamicCache(config=model.config), [20, *[1] * (N_TOKENS - 20)])
+    assert_rows(found, truth(method, family, **changes)[:1])
+    assert counts == {2, 3, 4, 5}
