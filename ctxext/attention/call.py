@@ -544,6 +544,16 @@ def _moved(
     return moved, torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)]), turns_back
 
 
+def _positions(mask: Any, n_tokens: int, seen: Any, device: torch.device) -> Tensor:
+    """The positions of tokens behind `seen` others, in which padding on the left does not count, as in `generate`."""
+    positions = torch.arange(n_tokens, device=device)[None] + seen
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return positions
+    if (torch.compiler.is_compiling() and isinstance(seen, Tensor)) or mask.shape[1] != n_tokens + int(seen):
+        return positions  # of a traced static cache, or not a mask of all tokens
+    return (mask.to(device).long().cumsum(1) - 1).clamp(min=0)[:, -n_tokens:]
+
+
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:
     """Ranges of columns (start, stop) in which every row is on one rung."""
     edges = (rungs[:, 1:] != rungs[:, :-1]).any(0).nonzero()[:, 0] + 1
@@ -627,7 +637,7 @@ class BeforeForward:
         positions = given.get("position_ids")
         if positions is None:
             seen = cache.get_seq_length() if cache is not None else 0
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + seen
+            positions = _positions(given.get("attention_mask"), tokens.shape[1], seen, tokens.device)
         given["position_ids"] = positions
         if positions.ndim == 3 and bool((positions == positions[:1]).all()):  # mrope, of text alone
             positions = positions[0]

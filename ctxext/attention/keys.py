@@ -98,7 +98,7 @@ class PositionedLayer:
         nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
         self.key_positions = self._places.update(incoming[:, None, :, None], nothing)[0][:, 0, :, 0]
         if self.appends and self.keys.shape[2] != self.key_positions.shape[1]:
-            raise RuntimeError(f"this cache has {self.keys.shape[2]} keys, {_UNKNOWN}")
+            raise RuntimeError(_UNKNOWN)
         self._see()
         return found
 
@@ -129,7 +129,7 @@ class PositionedLayer:
     def _check_keys(self) -> None:
         """Raise RuntimeError if `state` does not say how the keys are rotated."""
         if not self._knows_keys():
-            raise RuntimeError(f"the keys of this cache are rotated, {_UNKNOWN}")
+            raise RuntimeError(_UNKNOWN)
         if self.rotated:
             self.rotated = min(self.rotated, self.keys.shape[2])
 
@@ -154,10 +154,9 @@ class PositionedLayer:
             self._see()
 
 
-# What follows when keys are not known.
 _UNKNOWN = (
-    "but not as many or not those that it had: they were changed by hand, or a forward pass was interrupted. Start "
-    "from an empty cache. To take tokens back use cache.crop, and to keep a state a deepcopy of the whole cache."
+    "this cache has keys that were changed by hand, or a forward pass was interrupted: their rotation is unknown. "
+    "Start from an empty cache. To take tokens back, use cache.crop; to keep a state, copy.deepcopy the whole cache."
 )
 
 
@@ -259,8 +258,9 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
         elif isinstance(layer, CacheLayerMixin):
             if layer.is_initialized and int(layer.get_seq_length()):
                 raise ValueError(
-                    f"this cache holds {int(layer.get_seq_length())} tokens from before the model was extended by "
-                    f"{owner}: their keys are already rotated. Start from an empty cache."
+                    f"this cache holds {int(layer.get_seq_length())} tokens from before the model was extended, or was "
+                    "rebuilt from tensors: the positions of its keys are unknown. Start from an empty cache. To copy "
+                    "one, use copy.deepcopy."
                 )
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)

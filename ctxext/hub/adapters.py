@@ -326,7 +326,8 @@ def load(
         **from_pretrained: arguments of `from_pretrained` for the base or the plain model: dtype, device_map, …
 
     Returns:
-        The model, in eval mode.
+        The model, in eval mode. `model.context_extension` is set where `context_extension.json` holds the extension;
+        `describe_context(model)` describes an extension that its config holds.
 
     Raises:
         FileNotFoundError: no base was found (the error lists the places), or `name_or_path` holds no model.

@@ -356,3 +356,28 @@ def test_a_step_that_reads_its_keys_in_windows_is_the_slow_truth(
     found = read(model, batch, DynamicCache(config=model.config), [20, *[1] * (N_TOKENS - 20)])
     assert_rows(found, truth(method, family, **changes)[:1])
     assert counts == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_is_told_by_the_mask_without_positions(method: str, side: str) -> None:
+    model, batch = extended(method), padded(rows(), side)
+    mask = batch["attention_mask"]
+    del batch["position_ids"]
+    assert_rows(read(model, batch, None, [N_TOKENS]), truth(method), mask)
+    if side == "left":
+        assert_rows(read(model, batch, DynamicCache(config=model.config), CHUNKS), truth(method), mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions"),
+    [
+        (None, [40, 41, 42]),
+        (torch.ones(1, 3), [40, 41, 42]),  # of the new tokens alone
+        (torch.ones(1, 1, 3, 43), [40, 41, 42]),
+        (torch.tensor([[0] * 30 + [1] * 13]), [10, 11, 12]),
+        (torch.tensor([[0] * 41 + [1] * 2]), [0, 0, 1]),
+    ],
+)
+def test_a_mask_of_all_tokens_tells_positions(mask: Tensor | None, positions: list[int]) -> None:
+    assert call._positions(mask, 3, 40, torch.device("cpu"))[0].tolist() == positions
