@@ -72,7 +72,8 @@ def lint(
     edited = None
     if text.lstrip("\ufeff \t\r\n").startswith("{"):
         if engine is None:
-            raise ValueError(f"LINE is JSON: name the server that reads it with --engine. Known: {', '.join(SERVERS)}.")
+            what = "LINE is JSON" if text == line else f"{line} holds JSON, not a command line"
+            raise ValueError(f"{what}: name the server that reads it with --engine. Known: {', '.join(SERVERS)}.")
         content = parse_overrides(text.lstrip("\ufeff"), "LINE")
         command = Command(engine, length=target_length)
         if "model_type" in content:

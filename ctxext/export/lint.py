@@ -36,6 +36,7 @@ from ctxext.methods import ABF, TransformersDynamic, YaRN, method_from_rope_para
 from ctxext.models.config_fields import ROPE_FIELDS, check_config
 from ctxext.models.context import ContextFacts, read_context
 from ctxext.models.families import family_of
+from ctxext.models.metadata import BESIDE, RECORD
 from ctxext.models.rope_tables import RopeTable, length_limit, rope_tables
 from ctxext.models.text_config import text_config_of
 
@@ -174,8 +175,15 @@ def lint(
     found = [*_parsed(command), *_newer(command.engine, version)]
     another = _another_model(config, served)
     repeated = _repeats_the_file(command, facts, meant)
+    unread = served_source.get(BESIDE)
+    if unread and meant.block:
+        words = f"this runs {meant.kind} scaling instead of the model's own {unread} (in {RECORD}), which "
+        found.append(Finding("warning", f"{words}{ENGINE_NAMES[command.engine]} cannot run."))
     if another or repeated:
         found.append(Finding("wrong", another or repeated))
+    elif unread and not meant.block:
+        words = f"the model is extended by {unread}, in {RECORD}, which {ENGINE_NAMES[command.engine]} does not read: "
+        found.append(Finding("wrong", f"{words}it runs the unextended model."))
     else:
         numbers = list[Finding]()
         if not any(remark.fatal for remark in does.remarks):
@@ -187,6 +195,8 @@ def lint(
     checked = Lint(command.engine, version, _summary(does), command.read, findings, None, "")
     if another:
         return replace(checked, why_not="the config to check and the one to compare with are of different models.")
+    if unread and not meant.block:
+        return replace(checked, why_not="config.json cannot express it. Serve it with ctxext serve.")
     if not checked.is_wrong or not suggest:
         return checked
     limit, is_dynamic = length_limit(facts.text_config), meant.kind == "dynamic"

@@ -448,3 +448,17 @@ def test_a_context_length_that_is_raised_in_the_file_is_the_original_one_of_yarn
     assert not lint(parse_command(line), *loaded("Llama-2-7B")).findings
     raised = f"{line} --override-kv llama.context_length=int:16384"
     assert "frequencies are off by" in told(lint(parse_command(raised), *loaded("Llama-2-7B")))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_extension_that_an_engine_does_not_read_is_told(engine: str) -> None:
+    config, source = loaded("Qwen3-8B")
+    source["context_extension"] = "self_extend ×4: 32,768 → 131,072 tokens"
+    found = lint(Command(engine), config, source)
+    assert "self_extend ×4: 32,768 → 131,072 tokens, in context_extension.json, which" in told(found)
+    assert (found.is_wrong, found.right) == (True, None)
+    assert found.why_not == "config.json cannot express it. Serve it with ctxext serve."
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    of_line = Command(engine, length=131072, overrides={"rope_parameters": yarn, "max_position_embeddings": 131072})
+    said = told(lint(of_line, config, source))
+    assert "warning: this runs yarn scaling instead of the model's own self_extend" in said
