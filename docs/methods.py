@@ -20,8 +20,9 @@ from matplotlib.figure import Figure
 
 from ctxext.core.plan import ENCODINGS
 from ctxext.encodings.rope import RopeGeometry, wavelengths
-from ctxext.evals.plots import COLORS, DASHES
+from ctxext.evals.plots import COLORS, DASHES, draw_distances
 from ctxext.evals.statistics import Interval
+from ctxext.extension.distances import distances
 from ctxext.extension.method_table import method_table, saved_as
 from ctxext.methods import ContextMethod, PositionRemapping, RopeMethod, RopeScaling, list_methods
 from ctxext.methods.contract import Paper, required_options
@@ -34,6 +35,7 @@ MEASURED = {  # docs/compare and docs/at_scale hold one summary for each compari
     "docs/at_scale/quality-cpu.json": "SmolLM2-135M-Instruct ×2, to 16,384 tokens",
     "docs/compare/austen-4m.json": "the bundled model ×4, to 2,048 tokens",
     "docs/compare/austen-4m-8x.json": "the bundled model ×8, to 4,096 tokens",
+    "docs/compare/austen-4m-960-seed0.json": "the bundled model ×1.9, to 960 tokens",
 }
 WHEN = {
     "pi": "Only with fine-tuning: without it, neighbouring tokens become hard to tell apart.",
@@ -44,7 +46,7 @@ WHEN = {
     "abf": "Before continued pre-training, as Llama 2 Long did.",
     "drope": "Before a short training at the trained length. Without it the model does not work.",
     "resonance": "On top of YaRN or another static method, mostly with training.",
-    "cope": "Before training at the target length. Without it, it changes nothing for the pairs that are kept.",
+    "cope": "Before training at the target length. Untrained, it reaches less far than `yarn`.",
     "p_rope": "For models trained with it, such as Gemma 4, or before training.",
     "dynamic_ntk": "Prompts of every length, in transformers: within the trained length the model is unchanged.",
     "dynamic_yarn": "As `dynamic_ntk`, with YaRN's frequencies: within the trained length the model is unchanged.",
@@ -81,7 +83,9 @@ def draw(method: RopeMethod, path: Path) -> None:
             draw_frequencies(inner, left, right)
         else:
             assert isinstance(inner, PositionRemapping)
-            draw_distances(inner, figure.subplots())
+            length, axes = int(inner.factor * ROPE.original_max_position_embeddings), figure.subplots()
+            draw_distances(distances(inner, ROPE, length, step=8), axes, inner.name)
+            axes.set_title(f"effective distance from token {length - 1:,}")
         figure.savefig(path, metadata={"Date": None})
 
 
@@ -106,20 +110,6 @@ def draw_frequencies(method: RopeScaling, left: Axes, right: Axes) -> None:
     for length, name in ((trained, "trained"), (factor * trained, "target")):
         right.axhline(length, color="#5a626e", linewidth=0.8, linestyle="--")
         right.text(0, length, f"{name}: {length:,.0f}", va="bottom", color="#5a626e", fontsize=8)
-
-
-def draw_distances(method: PositionRemapping, place: Axes) -> None:
-    trained = ROPE.original_max_position_embeddings
-    last = int(method.factor * trained) - 1
-    keys = torch.arange(0, last + 1, 8)
-    apart = method.distance(ROPE, torch.tensor(last), keys)
-    place.plot(last - keys, apart, color=COLORS[0], label=method.name)
-    place.plot([0, last], [0, last], color="#8a929e", linestyle=":", label="plain RoPE")
-    place.axhline(trained, color="#5a626e", linewidth=0.8, linestyle="--")
-    place.text(last, trained, f"trained: {trained:,}", ha="right", va="bottom", color="#5a626e", fontsize=8)
-    place.set(title=f"effective distance from token {last:,}", xlabel="distance (tokens)", ylabel="tokens",
-              ylim=(0, 1.5 * trained))  # fmt: skip
-    place.legend(frameon=False, loc="upper left")
 
 
 def example(cls: type[ContextMethod]) -> RopeMethod | None:

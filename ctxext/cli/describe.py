@@ -17,7 +17,6 @@ from ctxext.utils.extras import require
 
 if TYPE_CHECKING:
     from ctxext.core.plan import Plan
-    from ctxext.extension.pairs import PairTurns
 
 
 def describe(
@@ -29,7 +28,13 @@ def describe(
     original_max_position_embeddings: common.TrainedLength = None,
     existing: common.HowExisting = "refuse",
     revision: common.Revision = None,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw the turns of each pair, before and after.")] = False,
+    plot: Annotated[
+        bool,
+        typer.Option(
+            "--plot",
+            help="Draw the turns of each pair, before and after; of a method that remaps positions, the distances.",
+        ),
+    ] = False,
     figure: Annotated[Path | None, typer.Option(help="The same as a PNG or SVG file.")] = None,
 ) -> None:
     """Print the context length and position encoding of a checkpoint or GGUF file, and what extending it would do.
@@ -43,6 +48,7 @@ def describe(
         check_writable(figure)
     from ctxext.export.gguf import context_of_gguf
     from ctxext.extension.describe import describe
+    from ctxext.extension.distances import Distances
     from ctxext.extension.metadata_file import read_record
     from ctxext.extension.pairs import turns_in_use
     from ctxext.extension.request import plan_extension
@@ -86,23 +92,26 @@ def describe(
     if plot or figure is not None:
         as_it_is = existing == "refuse" and all(value is None for value in asked.values())
         facts = read_context(config) if as_it_is and has_rope(text_config_of(config)) else None
+        found: list[Any]
         if as_it_is and saved is not None:
-            found = _pairs(saved)
+            found = _charts(saved)
         elif facts is not None and facts.is_scaled:
             found = turns_in_use(facts)
         else:
-            found = _pairs(plan(**model_is, **asked))
-        for turns in found if plot else ():
-            Console().print("", *turns.chart(), sep="\n", highlight=False, markup=False)
+            found = _charts(plan(**model_is, **asked))
+        for chart in found if plot else ():
+            Console().print("", *chart.chart(), sep="\n", highlight=False, markup=False)
         if figure is not None:
-            from ctxext.evals.plots import plot_pairs
+            from ctxext.evals.plots import plot_distances, plot_pairs
 
-            plot_pairs(found, figure)
+            draw: Any = plot_distances if isinstance(found[0], Distances) else plot_pairs
+            draw(found, figure)
             common.say(f"Wrote {figure}.")
 
 
-def _pairs(plan: Plan) -> list[PairTurns]:
+def _charts(plan: Plan) -> list[Any]:
     from ctxext.core.plan import ENCODINGS
+    from ctxext.extension.distances import distances_of
     from ctxext.extension.pairs import pair_turns
     from ctxext.extension.rope import RopePlan
 
@@ -111,4 +120,5 @@ def _pairs(plan: Plan) -> list[PairTurns]:
             "--plot and --figure draw the frequencies of rotary position embeddings, and this model has "
             f"{ENCODINGS[plan.encoding]}. Leave them out."
         )
-    return pair_turns(plan)
+    remapped = distances_of(plan)
+    return pair_turns(plan) if remapped is None else [remapped]

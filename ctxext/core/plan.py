@@ -93,9 +93,20 @@ class Plan:
         return summary_of(None if self.method is None else self.method.title, self.lengths)
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options of the method that are not its defaults."""
+        return {} if self.method is None else self.method.chosen
+
+    @property
+    def options_in_words(self) -> str:
+        """`group_size 9, window 128`"""
+        shown = {name: f"{len(it)} values" if isinstance(it, tuple) else it for name, it in self.options.items()}
+        return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+    @property
     def figures(self) -> list[tuple[str, str]]:
         """What `print(model.context_extension)` shows of the encoding, by label."""
-        return []
+        return [("options", words)] if (words := self.options_in_words) else []
 
     @property
     def saved_as(self) -> str:
@@ -159,9 +170,10 @@ def factor_and_target(
         check_factor(factor)
         target_length = reached(factor, start)
         if factor > LARGEST_PUBLISHED:
+            of_length = f"pass target_length={factor:.0f}" if factor > start else "this model already covers it"
             raise ValueError(
-                f"factor={factor:g} would extend {start} to {target_length} tokens. If {factor:g} is a length, pass "
-                f"target_length={factor:.0f}; for that many tokens, pass target_length={target_length}."
+                f"factor={factor:g} would extend {start} to {target_length} tokens. If {factor:g} is a length, "
+                f"{of_length}; for that many tokens, pass target_length={target_length}."
             )
     return float(factor), target_length
 

@@ -13,6 +13,7 @@ from ctxext.evals.statistics import Difference, Interval, PairedTest, holm, in_p
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
 from ctxext.methods import ContextMethod, RopeScaling, list_methods
+from ctxext.utils.values import counted
 
 # Comparisons with a larger adjusted p are ties.
 LEVEL = 0.05
@@ -355,9 +356,10 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
         )
     if gain is not None and not choice.worse:
         what = "That" if gain.measure == ACCURACY else f"Its {LOSS}"
+        how_many = counted(gain.clusters, f"independent {'text' if gain.measure == ACCURACY else 'window'}")
         said.append(
             f"{what} is {gain.shown} against the baseline (p = {gain.p:.2g})"
-            f"{'' if sure else ', which is not significant'}."
+            f"{'' if sure else f', which is not significant with {how_many}'}."
         )
     elif summary.cannot_run and not choice.worse:
         said.append(f"The baseline was not measured there: {summary.cannot_run}.")

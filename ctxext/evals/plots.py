@@ -22,6 +22,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from ctxext.evals.statistics import in_percent
 from ctxext.evals.summary import Summary, label
 from ctxext.evals.targets import UNEXTENDED
+from ctxext.extension.distances import Distances
 from ctxext.extension.pairs import PairTurns
 
 # Okabe and Ito (2008), darkened for thin lines on white; with the dashes, enough for 24 lines.
@@ -139,6 +140,25 @@ def plot_pairs(found: Sequence[PairTurns], path: Path) -> None:
             axes.text(0, 0.75, "no full turn", fontsize=8, color="0.4", va="top")
             axes.spines[["top", "right"]].set_visible(False)
         panels[-1].set_xlabel("pair of rotary dimensions, fastest first")
+
+
+def plot_distances(found: Sequence[Distances], path: Path) -> None:
+    """The distances that attention sees, by the true ones: a panel for each method."""
+    with _saved(path, 7.0, 3.6 * len(found)) as figure:
+        for distances, axes in zip(found, figure.subplots(len(found), 1, squeeze=False)[:, 0]):
+            draw_distances(distances, axes)
+            axes.set_title(distances.title, loc="left", fontsize=11)
+
+
+def draw_distances(found: Distances, axes: Axes, name: str = "extended") -> None:
+    trained, last = found.trained_length, int(found.true[-1])
+    axes.plot(found.true, found.effective, color=COLORS[0], label=name)
+    axes.plot([0, last], [0, last], color="#8a929e", linestyle=":", label="plain RoPE")
+    axes.axhline(trained, color="#5a626e", linewidth=0.8, linestyle="--")
+    axes.text(last, trained, f"trained: {trained:,}", ha="right", va="bottom", color="#5a626e", fontsize=8)
+    axes.set(xlabel="distance (tokens)", ylabel="effective distance (tokens)", ylim=(0, 1.5 * trained))
+    axes.legend(frameon=False, loc="upper left")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def model_name(summary: Summary) -> str:

@@ -243,4 +243,5 @@ def _would_do(
         return asked or round(times * reach), f"refuse: {error}", ()
     why = plan.why_not_portable
     how = "" if why is None else f"; config.json cannot express it because {why}: reload with ctxext.load"
-    return plan.target_length, plan.summary + how, plan.notes
+    with_options = f", with {words}" if (words := plan.options_in_words) else ""
+    return plan.target_length, plan.summary + with_options + how, plan.notes

@@ -10,7 +10,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ctxext.encodings.rope import rotations
-from ctxext.extension.rope import RopePlan, stopped
+from ctxext.extension.rope import RopePlan, stopped, untrained
 from ctxext.methods import PositionRemapping
 from ctxext.models.context import ContextFacts
 
@@ -59,8 +59,7 @@ class PairTurns:
     def summary(self) -> str:
         """What the chart shows, in a few sentences."""
         stopped = int(self.stopped.sum())
-        untrained = f" {stopped} pairs no longer rotate, which the model must be trained for before use."
-        return self._new_phases() + untrained * bool(stopped)
+        return self._new_phases() + f" {untrained(stopped)}." * bool(stopped)
 
     def _new_phases(self) -> str:
         n, unfinished, new = len(self.trained), int(self.unfinished.sum()), int(self.new.sum())

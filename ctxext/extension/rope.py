@@ -73,15 +73,26 @@ class RopePlan(Plan):
 
     @property
     def figures(self) -> list[tuple[str, str]]:
-        now, before = self.extended, self.rope
-        method = getattr(self.method, "untempered", self.method)
-        at = f" at {self.target_length} tokens" if getattr(method, "is_dynamic", False) else ""
+        now, before, inner = self.extended, self.rope, self._inner
+        at = f" at {self.target_length} tokens" if getattr(inner, "is_dynamic", False) else ""
         frequencies = f"{now.inv_freq[0]:.4g} … {now.inv_freq[-1]:.4g} rad/token{at}"
-        if not isinstance(method, PositionRemapping):
-            frequencies += f" (before {before.inv_freq[0]:.4g} … {before.inv_freq[-1]:.4g})"
-            return [("inverse freq.", frequencies), ("attention factor", f"{now.attention_factor:.6g}{at}")]
-        sizes = ", ".join(f"{name} {size}" for name, size in method.sizes(self.rope).items())
-        return [("inverse freq.", f"{frequencies}, unchanged"), *([("options", sizes)] if sizes else [])]
+        if isinstance(inner, PositionRemapping):
+            return [("inverse freq.", f"{frequencies}, unchanged"), *super().figures]
+        frequencies += f" (before {before.inv_freq[0]:.4g} … {before.inv_freq[-1]:.4g})"
+        factor = f"{now.attention_factor:.6g}{at}"
+        return [("inverse freq.", frequencies), ("attention factor", factor), *super().figures]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As in `Plan`, and those whose defaults depend on the model."""
+        inner = self._inner
+        own = {} if inner is None or inner is self.method else inner.chosen
+        return {**super().options, **own, **(inner.sizes(self.rope) if isinstance(inner, PositionRemapping) else {})}
+
+    @property
+    def _inner(self) -> RopeMethod | None:
+        """The method without its temperature."""
+        return None if self.method is None else self.method.untempered
 
     @property
     def saved_as(self) -> str:
@@ -484,6 +495,12 @@ def stopped(extended: Tensor, trained: Tensor) -> Tensor:
     return extended < 1e-3 * trained
 
 
+def untrained(n_stopped: int) -> str:
+    """What to do where pairs no longer rotate."""
+    pairs = "1 pair no longer rotates" if n_stopped == 1 else f"{n_stopped} pairs no longer rotate"
+    return f"{pairs}, which the model must be trained for, unless ctxext compare shows that it works without"
+
+
 def _notes(plan: RopePlan, seen_beyond: tuple[RopeTable, ...]) -> tuple[str, ...]:
     notes = []
     facts, config, table = plan.facts, plan.text_config, plan.facts.tables[0]
@@ -501,10 +518,7 @@ def _notes(plan: RopePlan, seen_beyond: tuple[RopeTable, ...]) -> tuple[str, ...
             )
     n_stopped = max(int(stopped(plan.tables[k].inv_freq, rope.inv_freq).sum()) for k, rope in plan.ropes.items())
     if n_stopped:
-        notes.append(
-            f"{n_stopped} pairs of dimensions no longer rotate, which the model must be trained for before use: ctxext "
-            "finetune."
-        )
+        notes.append(f"{untrained(n_stopped)}.")
     if plan.factor > FURTHEST:
         notes.append(f"a factor above {FURTHEST} needs training at the target length before use: ctxext finetune.")
     left = [table.label for table in facts.tables if table not in seen_beyond]

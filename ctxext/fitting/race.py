@@ -77,7 +77,8 @@ def check_start(path: Path, minutes: float) -> None:
     if found := str(path) if path.exists() else left_beside(path):
         what = "" if path.exists() else " (samples of an unfinished run)"
         raise ValueError(
-            f"{found} exists already{what}, and a timed run does not resume. Remove it, or choose another --output."
+            f"{found} exists already{what}, and a run with --minutes or --quick does not resume. Remove it, or choose "
+            "another --output."
         )
 
 

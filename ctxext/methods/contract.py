@@ -70,6 +70,16 @@ class ContextMethod(ABC):
         """Whether it needs in-attention RoPE (`ctxext.attention`), which config.json cannot express."""
         return False
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that are not the defaults, without the factor and other methods."""
+        values = {field: getattr(self, field.name) for field in fields(self) if field.name != "factor"}
+        return {
+            field.name: value
+            for field, value in values.items()
+            if value != field.default and not isinstance(value, ContextMethod)
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description: the method's name and its fields."""
 

@@ -28,12 +28,13 @@ class _Windowed(PositionRemapping):
             if field.type == "int | None":
                 self._tokens(field.name, 1)
 
-    def _tokens(self, name: str, default: int, below: float = math.inf) -> int:
+    def _tokens(self, name: str, default: int, below: float = math.inf, most: float = math.inf) -> int:
         """The option `name`, or its default."""
         value = getattr(self, name)
         value = default if value is None else value
-        if not 1 <= value < below:
+        if not 1 <= value < below or value > most:
             end = "" if below == math.inf else f" and below the trained length of {below}"
+            end += "" if most == math.inf else f" and at most the trained length of {most}"
             raise ValueError(
                 f"{name} must be a number of tokens >= 1{end}, got {value!r}. Leave it out to use the default."
             )
@@ -172,7 +173,7 @@ class STRING(_Windowed):
     def sizes(self, rope: RopeGeometry) -> dict[str, int]:
         trained, window = rope.original_max_position_embeddings, self._window(rope)
         needed = math.ceil((self.factor - 1) * trained) + window
-        shift = self._tokens("shift", min(max(trained // 3, needed), trained), trained + 1)
+        shift = self._tokens("shift", min(max(trained // 3, needed), trained), most=trained)
         if shift <= window:
             raise ValueError(
                 f"shift must be larger than window, got {shift} and {window}. Leave both out to use the defaults."

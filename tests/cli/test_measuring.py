@@ -389,7 +389,8 @@ def test_a_late_method_says_what_it_writes_and_how_to_freeze_it(late: Path, tmp_
     assert re.search("scaling in use +dynamic_ntk ×4", ctxext("describe", tmp_path / "late").out)
     said = " ".join(ctxext("describe", MODEL, "--method", "self_extend", "--factor", 2).out.split())
     assert (
-        "self_extend ×2: 512 → 1,024 tokens; config.json cannot express it because it rotates inside attention" in said
+        "self_extend ×2: 512 → 1,024 tokens, with group_size 5, window 128; config.json cannot express it because it "
+        "rotates inside attention" in said
     )
 
 
@@ -872,7 +873,7 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("fit", MODEL, "-o", "new.json", "--evaluations", "-1"), "error: --evaluations must be >= 1, got -1."),
         (
             ("extend", MODEL, "--factor", "1", "--original-max-position-embeddings", "4k", "--dry-run"),
-            r"is 4096 \(as --original-max-position-embeddings says\). Pass a larger --factor or --target-length, or",
+            r"is 4096 \(given as --original-max-position-embeddings\). Pass a larger --factor or --target-length, or",
         ),
         (("describe", "empty.txt"), "error: empty.txt is neither a checkpoint folder nor a GGUF file."),
         (("describe", MODEL, "--method", "yran"), "error: unknown method 'yran'; did you mean 'yarn'?"),

@@ -101,6 +101,8 @@ def test_a_length_passed_as_the_factor_is_refused_but_no_published_factor() -> N
     model = tiny_model("llama")
     with pytest.raises(ValueError, match=r"If 2048 is a length, pass target_length=2048; .*pass target_length=131072"):
         extend_context(model, 2048)
+    with pytest.raises(ValueError, match=r"If 4096 is a length, this model already covers it; .*pass target_length="):
+        extend_context(tiny_model("llama", max_position_embeddings=8192), 4096)
     assert extend_context(model, 512).context_extension.plan.target_length == 512 * 64
     restore_context(model)
     assert extend_context(model, target_length=131072).context_extension.plan.factor == 2048

@@ -586,6 +586,8 @@ def test_string_shifts_what_the_trained_length_hardly_saw():
         STRING(factor=2).check_reach(LLAMA, 16384)
     with pytest.raises(ValueError, match=r"shift must be larger than window, got 100 and 128\. Leave both out"):
         STRING(factor=1, shift=100).branches(LLAMA)
+    with pytest.raises(ValueError, match=r"shift must be .* and at most the trained length of 8192, got 8193"):
+        STRING(factor=1, shift=8193).branches(LLAMA)
     scaling = STRING(factor=1, attention_factor=1.5).query_scaling(LLAMA, query)
     assert scaling.tolist() == [2.25] * 3
     assert STRING(factor=1).query_scaling(LLAMA, query) is None
