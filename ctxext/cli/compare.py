@@ -128,7 +128,9 @@ def compare(
                 continue
             variants.remove(variant)
             if methods is not None or len(variants) == 1:
-                remedy = f" Drop --portable, or {variant.name}." if target.refusal(variant) is None else ""
+                remedy = f" Or drop {variant.name} from --methods." if methods is not None and "," in methods else ""
+                if target.refusal(variant) is None:
+                    remedy = f" Drop --portable, or {variant.name}."
                 raise ValueError(f"{variant.name} cannot be compared: {refusal}{remedy}")
             if processes.rank == 0:
                 common.say(f"skipping {variant.name}: {common.in_flags(refusal)}")

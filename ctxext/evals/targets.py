@@ -276,7 +276,7 @@ def compared_variants(
     Raises:
         ValueError: as `extend_context` if no method fits; an unknown or repeated name.
     """
-    plan = plan_extension(config, factor, _first(methods) if has_rope(text_config_of(config)) else None, **how)
+    plan = _plan_for_all(config, methods, factor, **how)
     known = [cls for cls in list_methods(plan.encoding) if not zero_shot or _is_zero_shot(cls)]
     names = [cls.name for cls in known if _example(cls, plan).factor == plan.factor] if methods is None else methods
     made: list[ContextMethod] = []
@@ -300,10 +300,16 @@ def compared_variants(
     return [Variant(), *(Variant(name, {"method": method, **kept}) for name, method in zip(written, made))]
 
 
-def _first(methods: Sequence[str | ContextMethod] | None) -> str:
-    """The method that a plan for all of them is made with: one that factor 1 suits, if any is given."""
-    suited = {name for cls in list_methods("rope") if cls.changes_trained for name in (cls.name, *cls.aliases)}
-    return next((name for name in methods or () if isinstance(name, str) and name in suited), "pi")
+def _plan_for_all(config: Any, methods: Sequence[str | ContextMethod] | None, factor: float | None, **how: Any) -> Plan:
+    """A plan whose lengths those of all methods are; by one that factor 1 suits, if others refuse and any is given."""
+    try:
+        return plan_extension(config, factor, "pi" if has_rope(text_config_of(config)) else None, **how)
+    except ValueError:
+        suited = {name for cls in list_methods("rope") if cls.changes_trained for name in (cls.name, *cls.aliases)}
+        first = next((name for name in methods or () if isinstance(name, str) and name in suited), None)
+        if first is None:
+            raise
+        return plan_extension(config, factor, first, **how)
 
 
 def _is_zero_shot(cls: type[ContextMethod]) -> bool:

@@ -63,7 +63,7 @@ def distances(method: PositionRemapping, rope: RopeGeometry, length: int, title:
 
 def distances_of(plan: RopePlan) -> Distances | None:
     """The distances at the target length; None if the method keeps positions as they are."""
-    method = getattr(plan.method, "untempered", None)
+    method, length = plan.untempered, plan.target_length
     if not isinstance(method, PositionRemapping):
         return None
-    return distances(method, plan.rope, plan.target_length, plan.summary, step=max(1, plan.target_length // 4096))
+    return distances(method, plan.rope, length, plan.summary, step=max(1, length // 4096))

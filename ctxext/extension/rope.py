@@ -73,7 +73,7 @@ class RopePlan(Plan):
 
     @property
     def figures(self) -> list[tuple[str, str]]:
-        now, before, inner = self.extended, self.rope, self._inner
+        now, before, inner = self.extended, self.rope, self.untempered
         at = f" at {self.target_length} tokens" if getattr(inner, "is_dynamic", False) else ""
         frequencies = f"{now.inv_freq[0]:.4g} … {now.inv_freq[-1]:.4g} rad/token{at}"
         if isinstance(inner, PositionRemapping):
@@ -85,12 +85,12 @@ class RopePlan(Plan):
     @property
     def options(self) -> dict[str, Any]:
         """As in `Plan`, and those whose defaults depend on the model."""
-        inner = self._inner
+        inner = self.untempered
         own = {} if inner is None or inner is self.method else inner.chosen
         return {**super().options, **own, **(inner.sizes(self.rope) if isinstance(inner, PositionRemapping) else {})}
 
     @property
-    def _inner(self) -> RopeMethod | None:
+    def untempered(self) -> RopeMethod | None:
         """The method without its temperature."""
         return None if self.method is None else self.method.untempered
 
