@@ -163,12 +163,13 @@ def call(cls: type[ContextMethod]) -> list[str]:
 
 def measured(name: str) -> list[str]:
     """Its rows of the comparisons beside the baseline's, where it was measured."""
-    lines = []
+    lines, files = [], []
     for file, what in MEASURED.items():
         summary = json.loads((ROOT / file).read_text(encoding="utf-8"))
         figures = summary.get("figures", {})
         if name not in figures:
             continue
+        files.append(file)
         length, band = list(figures[name]["retrieval"]["passkey"])[-1], list(figures[name]["perplexity"])[-1]
         for row in ("none", name):
             figure = figures[row]
@@ -179,7 +180,7 @@ def measured(name: str) -> list[str]:
             lines.append(f"| {what} | {label} | {found} | {figure['perplexity'][band]:.1f} | {cost} |")
     if not lines:
         return ["## Measured", "", "Not among the committed comparisons.", ""]
-    sources = ", ".join(f"[{Path(file).name}](../{file.removeprefix('docs/')})" for file in MEASURED)
+    sources = ", ".join(f"[{Path(file).name}](../{file.removeprefix('docs/')})" for file in files)
     return [
         "## Measured", "",
         "| model | method | passkeys at the target | perplexity at the target | regression (nats) |",
