@@ -544,14 +544,23 @@ def _moved(
     return moved, torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)]), turns_back
 
 
-def _positions(mask: Any, n_tokens: int, seen: Any, device: torch.device) -> Tensor:
-    """The positions of tokens behind `seen` others, in which padding on the left does not count, as in `generate`."""
-    positions = torch.arange(n_tokens, device=device)[None] + seen
+def _positions(mask: Any, n_tokens: int, cache: Cache | None, device: torch.device) -> Tensor:
+    """The positions of new tokens: behind each row's last key, and from 0 on behind padding on the left."""
+    steps, seen = torch.arange(n_tokens, device=device)[None], 0 if cache is None else cache.get_seq_length()
+    last = None if cache is None else keys.last_positions(cache)
+    positions = steps + seen if last is None else steps + 1 + last.to(device)
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return positions
-    if (torch.compiler.is_compiling() and isinstance(seen, Tensor)) or mask.shape[1] != n_tokens + int(seen):
-        return positions  # of a traced static cache, or not a mask of all tokens
-    return (mask.to(device).long().cumsum(1) - 1).clamp(min=0)[:, -n_tokens:]
+    traced = torch.compiler.is_compiling() and isinstance(seen, Tensor)
+    if not traced and mask.shape[1] < n_tokens + int(seen):  # not a mask of all tokens
+        return positions
+    columns, visible = (steps[0] + seen).clamp(max=mask.shape[1] - 1), mask.to(device) != 0
+    tokens = visible.cumsum(1).index_select(1, columns)
+    is_padding = tokens[:, :1] == visible.index_select(1, columns[:1])  # all that came before
+    if last is not None:
+        is_padding = is_padding & (last.to(device) <= 0)
+    n_pads = (tokens == 0).sum(1, keepdim=True)
+    return torch.where(is_padding, (steps - n_pads).clamp(min=0), positions)
 
 
 def _runs(rungs: Tensor) -> list[tuple[int, int]]:
@@ -636,8 +645,7 @@ class BeforeForward:
         cache = self._cache(base, rotary, given)
         positions = given.get("position_ids")
         if positions is None:
-            seen = cache.get_seq_length() if cache is not None else 0
-            positions = _positions(given.get("attention_mask"), tokens.shape[1], seen, tokens.device)
+            positions = _positions(given.get("attention_mask"), tokens.shape[1], cache, tokens.device)
         given["position_ids"] = positions
         if positions.ndim == 3 and bool((positions == positions[:1]).all()):  # mrope, of text alone
             positions = positions[0]

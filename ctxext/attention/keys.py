@@ -273,6 +273,19 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
         layer.incoming = positions
 
 
+def last_positions(cache: Cache) -> Tensor | None:
+    """The position of each row's last key, of shape (batch, 1); None if no layer has known any."""
+    layer = next((layer for layer in cache.layers if isinstance(layer, PositionedLayer)), None)
+    if layer is None or not layer._places.is_initialized:
+        return None
+    places: Any = layer._places
+    held, n_keys = places.keys[:, 0, :, 0], places.get_seq_length()
+    if not isinstance(n_keys, Tensor):
+        return held[:, min(n_keys, held.shape[1]) - 1, None] if n_keys else None
+    last = held.index_select(1, (n_keys.reshape(1) - 1).clamp(0, held.shape[1] - 1))
+    return torch.where(n_keys.reshape(1, 1) > 0, last, -1)
+
+
 def positions_of(cache: Cache | None, layer_idx: int, n_keys: int, queries: Tensor) -> Tensor | None:
     """The positions of the keys in attention, (batch, keys): the cache layer's, or without a cache the queries' own.
 

@@ -20,7 +20,7 @@ from in_attention_reference import (
     truth,
 )
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from ctxext import extend_context
 from ctxext.attention import call, masks, rotary, softmax, tiles
@@ -369,15 +369,54 @@ def test_padding_is_told_by_the_mask_without_positions(method: str, side: str) -
         assert_rows(read(model, batch, DynamicCache(config=model.config), CHUNKS), truth(method), mask)
 
 
-@pytest.mark.parametrize(
-    ("mask", "positions"),
-    [
-        (None, [40, 41, 42]),
-        (torch.ones(1, 3), [40, 41, 42]),  # of the new tokens alone
-        (torch.ones(1, 1, 3, 43), [40, 41, 42]),
-        (torch.tensor([[0] * 30 + [1] * 13]), [10, 11, 12]),
-        (torch.tensor([[0] * 41 + [1] * 2]), [0, 0, 1]),
-    ],
-)
-def test_a_mask_of_all_tokens_tells_positions(mask: Tensor | None, positions: list[int]) -> None:
-    assert call._positions(mask, 3, 40, torch.device("cpu"))[0].tolist() == positions
+@pytest.mark.parametrize("kind", ["hole", "documents", "bool", "hidden"])
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_positions_are_counted_past_what_a_mask_hides(method: str, kind: str) -> None:
+    """As in the stock model: only padding before a row's first token does not count."""
+    model, ids = extended(method), rows()[0][None, :120]
+    mask, step = torch.ones(1, 120).long(), {"attention_mask": torch.ones(1, 121).long()}
+    if kind == "hole":
+        mask[0, 5:60] = 0
+    elif kind == "documents":
+        mask[0, 50:] = 2
+    elif kind == "bool":
+        mask = mask.bool()
+    else:
+        step["attention_mask"][0, :70] = 0
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    given: list[dict[str, Tensor]] = [{}, {"position_ids": torch.arange(121)[None]}]
+    with torch.no_grad():
+        found, want = (
+            torch.cat([
+                model(input_ids=ids, attention_mask=mask, past_key_values=cache,
+                      **{name: its[:, :120] for name, its in more.items()}).logits,
+                model(input_ids=ids[:, :1], **step, past_key_values=cache,
+                      **{name: its[:, 120:] for name, its in more.items()}).logits,
+            ], dim=1)
+            for cache, more in zip(caches, given)
+        )  # fmt: skip
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("step", ["of the cache's size", "of four dimensions", "compiled", "of all tokens"])
+@pytest.mark.parametrize("method", ["dynamic_ntk", "self_extend"])
+def test_a_step_goes_on_where_its_row_ended_whatever_its_mask(method: str, step: str) -> None:
+    model, n_pads = extended(method), 30
+    ids, mask = rows()[0][None, :100], torch.ones(1, 120).long()
+    mask[0, :n_pads] = 0
+    cache = StaticCache(config=model.config, max_cache_len=120) if step in ("of the cache's size", "compiled") else None
+    cache = cache or DynamicCache(config=model.config)
+    masks = {
+        "of the cache's size": mask,
+        "of four dimensions": mask[:, None, None, :101].bool(),
+        "compiled": mask[:, :101],
+        "of all tokens": mask[:, :101],
+    }
+    run = torch.compile(model, backend="eager") if step == "compiled" else model
+    with torch.no_grad():
+        first = run(input_ids=ids[:, :60], attention_mask=mask[:, :60], past_key_values=cache).logits
+        more = run(input_ids=ids[:, 60:], attention_mask=mask[:, :100], past_key_values=cache).logits
+        last = run(input_ids=ids[:, :1], attention_mask=masks[step], past_key_values=cache).logits
+        row = torch.cat([ids[:, n_pads:], ids[:, :1]], dim=1)
+        want = model(input_ids=row, use_cache=False).logits
+    torch.testing.assert_close(torch.cat([first[:, n_pads:], more, last], dim=1), want, rtol=0, atol=1e-9)
