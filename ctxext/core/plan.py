@@ -169,7 +169,7 @@ def factor_and_target(
         factor = 4.0 if factor is None else factor
         check_factor(factor)
         target_length = reached(factor, start)
-        if factor > LARGEST_PUBLISHED:
+        if isinstance(method, str) and factor > LARGEST_PUBLISHED and float(factor).is_integer():
             of_length = f"pass target_length={factor:.0f}" if factor > start else "this model already covers it"
             raise ValueError(
                 f"factor={factor:g} would extend {start} to {target_length} tokens. If {factor:g} is a length, "

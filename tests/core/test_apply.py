@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from families import from_config, tiny_model
 from torch import nn
 
-from ctxext import describe_context, extend_context, restore_context
+from ctxext import describe_context, extend_context, load, restore_context
 from ctxext.models.metadata import BESIDE
 from ctxext.patches.rotary import ReplaceRotary
 
@@ -97,7 +98,7 @@ def test_the_receipt_tells_the_trained_length_from_the_one_that_the_factor_count
     assert lengths_of(replaced) == ["trained length 16 (before scaling)", "target length 128"]
 
 
-def test_a_length_passed_as_the_factor_is_refused_but_no_published_factor() -> None:
+def test_a_length_passed_as_the_factor_is_refused_but_no_published_factor(tmp_path: Path) -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match=r"If 2048 is a length, pass target_length=2048; .*pass target_length=131072"):
         extend_context(model, 2048)
@@ -105,7 +106,9 @@ def test_a_length_passed_as_the_factor_is_refused_but_no_published_factor() -> N
         extend_context(tiny_model("llama", max_position_embeddings=8192), 4096)
     assert extend_context(model, 512).context_extension.plan.target_length == 512 * 64
     restore_context(model)
-    assert extend_context(model, target_length=131072).context_extension.plan.factor == 2048
+    assert extend_context(model, target_length=131072, method="dynamic_ntk").context_extension.plan.factor == 2048
+    model.save_pretrained(tmp_path)
+    assert load(tmp_path).context_extension.plan.factor == 2048
 
 
 def test_a_path_in_place_of_a_model_is_to_be_loaded_first() -> None:
