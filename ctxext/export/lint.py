@@ -175,15 +175,16 @@ def lint(
     found = [*_parsed(command), *_newer(command.engine, version)]
     another = _another_model(config, served)
     repeated = _repeats_the_file(command, facts, meant)
-    unread = served_source.get(BESIDE)
-    if unread and meant.block:
-        words = f"this runs {meant.kind} scaling instead of the model's own {unread} (in {RECORD}), which "
-        found.append(Finding("warning", f"{words}{ENGINE_NAMES[command.engine]} cannot run."))
+    unread = served_source.get(BESIDE) or source.get(BESIDE)
+    is_lost = bool(unread) and not meant.extends(facts)
+    engine = ENGINE_NAMES.get(command.engine, command.engine)
+    if is_lost:
+        found.append(Finding("wrong", f"{engine} does not read the model's extension, {unread} in {RECORD}."))
+    elif unread:
+        words = f"this runs {meant.kind} scaling instead of the model's own extension, {unread} in {RECORD}, which "
+        found.append(Finding("warning", f"{words}{engine} cannot run."))
     if another or repeated:
         found.append(Finding("wrong", another or repeated))
-    elif unread and not meant.block:
-        words = f"the model is extended by {unread}, in {RECORD}, which {ENGINE_NAMES[command.engine]} does not read: "
-        found.append(Finding("wrong", f"{words}it runs the unextended model."))
     else:
         numbers = list[Finding]()
         if not any(remark.fatal for remark in does.remarks):
@@ -195,7 +196,7 @@ def lint(
     checked = Lint(command.engine, version, _summary(does), command.read, findings, None, "")
     if another:
         return replace(checked, why_not="the config to check and the one to compare with are of different models.")
-    if unread and not meant.block:
+    if is_lost:
         return replace(checked, why_not="config.json cannot express it. Serve it with ctxext serve.")
     if not checked.is_wrong or not suggest:
         return checked

@@ -450,15 +450,29 @@ def test_a_context_length_that_is_raised_in_the_file_is_the_original_one_of_yarn
     assert "frequencies are off by" in told(lint(parse_command(raised), *loaded("Llama-2-7B")))
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_extension_that_an_engine_does_not_read_is_told(engine: str) -> None:
+SELF_EXTEND = "self_extend ×4: 32,768 → 131,072 tokens"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])
+@pytest.mark.parametrize("length", [None, 131072])
+def test_an_extension_that_an_engine_does_not_read_is_told(engine: str, length: int | None) -> None:
     config, source = loaded("Qwen3-8B")
-    source["context_extension"] = "self_extend ×4: 32,768 → 131,072 tokens"
-    found = lint(Command(engine), config, source)
-    assert "self_extend ×4: 32,768 → 131,072 tokens, in context_extension.json, which" in told(found)
+    plain = lint(Command(engine, length=length), config, source)
+    found = lint(Command(engine, length=length), config, {**source, "context_extension": SELF_EXTEND})
+    assert f"does not read the model's extension, {SELF_EXTEND} in context_extension.json." in told(found)
     assert (found.is_wrong, found.right) == (True, None)
     assert found.why_not == "config.json cannot express it. Serve it with ctxext serve."
+    assert {finding.words for finding in plain.findings} <= {finding.words for finding in found.findings}
+
+
+def test_an_extension_that_a_line_replaces_or_a_file_has_lost_is_told() -> None:
+    config, source = loaded("Qwen3-8B")
+    extended = {**source, "context_extension": SELF_EXTEND}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    of_line = Command(engine, length=131072, overrides={"rope_parameters": yarn, "max_position_embeddings": 131072})
-    said = told(lint(of_line, config, source))
-    assert "warning: this runs yarn scaling instead of the model's own self_extend" in said
+    line = Command("vllm", length=131072, overrides={"rope_parameters": yarn, "max_position_embeddings": 131072})
+    assert "warning: this runs yarn scaling instead of the model's own extension" in told(lint(line, config, extended))
+    plain = {"rope_type": "default", "rope_theta": 1000000.0}
+    line = Command("vllm", overrides={"rope_parameters": plain})
+    assert "wrong: vLLM does not read the model's extension" in told(lint(line, config, extended))
+    lost = lint(Command("vllm"), config, extended, edited=(config, source))
+    assert "wrong: vLLM does not read the model's extension" in told(lost)
