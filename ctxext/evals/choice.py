@@ -376,7 +376,7 @@ def reasons(summary: Summary, choice: Choice) -> list[str]:
         if (advice := prompts_to_tell(summary, choice)) is not None:
             said.append(
                 f"To tell {100 * WORTHWHILE:.0f} points apart takes about {advice[0]:,} prompts per length and depth "
-                f"(there are {advice[1]:,}), on a text long enough for them."
+                f"(there {'is' if advice[1] == 1 else 'are'} {advice[1]:,}), from a longer text."
             )
     if choice.behind:
         shown = [
