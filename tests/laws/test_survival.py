@@ -789,7 +789,9 @@ def test_late_every_operation_is_on_one_of_two_devices(method: str, padded: bool
     # What depends on values: tiles, the runs of queries on one rung, and the keys whose rotation changes.
     monkeypatch.setattr(softmax.Softmax, "fused", lambda *_: False)
     monkeypatch.setattr(call, "_runs", lambda rungs: [(0, 70), (70, rungs.shape[1])])
-    monkeypatch.setattr(call, "_moved", lambda before, state, rotated, sign: (slice(rotated), slice(len(state[0])), False))
+    monkeypatch.setattr(
+        call, "_moved", lambda before, state, rotated, sign: (slice(rotated), slice(len(state[0])), False)
+    )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         for path, module in model.named_modules():
             device = devices[".layers.1" in path]
