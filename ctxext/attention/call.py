@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.attention import keys, tiles
@@ -544,10 +544,13 @@ def _moved(
     return moved, torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)]), turns_back
 
 
-def _positions(mask: Any, n_tokens: int, cache: Cache | None, device: torch.device) -> Tensor:
+def _positions(mask: Any, tokens: Tensor, cache: Cache | None) -> Tensor:
     """The positions of new tokens: behind each row's last key, and from 0 on behind padding on the left."""
+    n_rows, n_tokens, device = tokens.shape[0], tokens.shape[1], tokens.device
     steps, seen = torch.arange(n_tokens, device=device)[None], 0 if cache is None else cache.get_seq_length()
     last = None if cache is None else keys.last_positions(cache)
+    if last is not None and len(last) != n_rows:
+        last = None  # the cache itself refuses another number of rows
     positions = steps + seen if last is None else steps + 1 + last.to(device)
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return positions
@@ -555,11 +558,11 @@ def _positions(mask: Any, n_tokens: int, cache: Cache | None, device: torch.devi
     if not traced and mask.shape[1] < n_tokens + int(seen):  # not a mask of all tokens
         return positions
     columns, visible = (steps[0] + seen).clamp(max=mask.shape[1] - 1), mask.to(device) != 0
-    tokens = visible.cumsum(1).index_select(1, columns)
-    is_padding = tokens[:, :1] == visible.index_select(1, columns[:1])  # all that came before
+    counts = visible.cumsum(1).index_select(1, columns)
+    is_padding = counts[:, :1] == visible.index_select(1, columns[:1])  # all that came before
     if last is not None:
         is_padding = is_padding & (last.to(device) <= 0)
-    n_pads = (tokens == 0).sum(1, keepdim=True)
+    n_pads = (counts == 0).sum(1, keepdim=True)
     return torch.where(is_padding, (steps - n_pads).clamp(min=0), positions)
 
 
@@ -645,7 +648,7 @@ class BeforeForward:
         cache = self._cache(base, rotary, given)
         positions = given.get("position_ids")
         if positions is None:
-            positions = _positions(given.get("attention_mask"), tokens.shape[1], cache, tokens.device)
+            positions = _positions(given.get("attention_mask"), tokens, cache)
         given["position_ids"] = positions
         if positions.ndim == 3 and bool((positions == positions[:1]).all()):  # mrope, of text alone
             positions = positions[0]
@@ -679,6 +682,8 @@ class BeforeForward:
 
     def _cache(self, base: Any, rotary: InAttentionRotary, given: dict[str, Any]) -> Cache | None:
         cache, use_cache = given.get("past_key_values"), given.get("use_cache")
+        if isinstance(cache, EncoderDecoderCache):
+            raise TypeError("an encoder-decoder cache cannot hold pre-RoPE keys. Extend a decoder-only model.")
         if isinstance(rotary.untempered, RopeScaling) and rotary.untempered.of_the_call:
             if cache is not None or use_cache:
                 raise ValueError(

@@ -21,7 +21,6 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -241,8 +240,6 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
 
     Raises ValueError if it holds keys from before the extension, or from another one.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        raise TypeError("an encoder-decoder cache cannot hold pre-RoPE keys. Extend a decoder-only model.")
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) < n_layers:
             cache.layers.append(cache.layer_class_to_replicate())

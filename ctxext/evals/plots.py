@@ -151,6 +151,11 @@ def plot_distances(found: Sequence[Distances], path: Path) -> None:
 
 
 def draw_distances(found: Distances, axes: Axes, name: str = "extended") -> None:
+    """Draw the effective distances of a method, and those of plain RoPE.
+
+    Args:
+        name: of the method, in the legend.
+    """
     trained, last = found.trained_length, int(found.true[-1])
     axes.plot(found.true, found.effective, color=COLORS[0], label=name)
     axes.plot([0, last], [0, last], color="#8a929e", linestyle=":", label="plain RoPE")
