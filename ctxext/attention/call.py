@@ -454,24 +454,28 @@ class Call:
 
         is_fused = softmax.fused(query, key, value)
         if is_fused and n_queries == 1 and query.device.type == "cpu":
+            kv_heads = key.shape[1]
+            groups = query.shape[1] // kv_heads
 
             def every_branch() -> Tensor:
                 held = masked(self.shared(layer, ("held", n_keys), held_by_each), slice(0, 1), slice(0, n_keys))
-                n_heads = 1 if held.shape[1] == 1 else key.shape[1]
-                groups = query.shape[1] // key.shape[1]
                 held = _finite(held, query.dtype)
-                n_windows = number_of_windows(len(query), key.shape[1], n_keys)
+                n_windows = number_of_windows(len(query), kv_heads, n_keys)
                 if n_windows > 1:
                     held = windows_of_mask(held, n_windows)
-                held = held.expand(-1, n_heads * groups, -1, -1)
-                return held.reshape(len(held), n_heads, -1, held.shape[3])
+                if held.shape[1] == 1:
+                    return held.repeat_interleave(groups, dim=2)
+                return held.unflatten(1, (kv_heads, groups)).transpose(2, 3).flatten(2, 3)
 
             def at_every_branch() -> CosSin:
-                return tables.plain(torch.cat([branch.query(positions.double()) for branch in branches], dim=1))
+                at = torch.cat([branch.query(positions.double()) for branch in branches], dim=1)
+                return tables.plain(at.repeat_interleave(groups, dim=1))
 
-            block = self._turned(layer, query.expand(-1, -1, len(branches), -1), "at every branch", at_every_branch)
+            block = query.unflatten(1, (kv_heads, groups)).transpose(2, 3)
+            block = block.expand(-1, -1, len(branches), -1, -1).flatten(2, 3)
+            block = self._turned(layer, block, "at every branch", at_every_branch)
             masks = self.shared(layer, ("every branch", mask, n_keys), every_branch)
-            return softmax.of_branches(block, seen[0], value, masks), None
+            return softmax.of_branches(block, seen[0], value, masks, len(branches)), None
         if is_fused:
             of_branch = self.shared(
                 layer, ("tiles", mask, n_keys), lambda: _tiles_of_branches(branches, positions, places, mask)
@@ -541,7 +545,11 @@ def _moved(
     turns_back = bool((steps[:, moved] * sign < 0).any())
     if len(moved) == rotated:
         return slice(rotated), slice(n_keys), turns_back
-    return moved, torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)]), turns_back
+    columns = torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)])
+    if len(columns) > 2:
+        return moved, columns, turns_back
+    first, last = columns[0].item(), columns[-1].item()
+    return moved, slice(first, last + 1, max(1, last - first)), turns_back  # which needs no copy
 
 
 def _positions(mask: Any, tokens: Tensor, cache: Cache | None) -> Tensor:

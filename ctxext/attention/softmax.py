@@ -105,36 +105,33 @@ class Softmax:
 
     def of_branches(
         self,
-        query: Float[Tensor, "batch heads branch dim"],
+        query: Float[Tensor, "batch kv_heads branch_group dim"],
         key: Float[Tensor, "batch kv_heads key dim"],
         value: Float[Tensor, "batch kv_heads key dim"],
-        mask: Float[Tensor, "batch mask_heads group_branch key"],
+        mask: Float[Tensor, "batch mask_heads branch_group key"],
+        n_branches: int,
     ) -> Float[Tensor, "batch 1 heads dim"]:
         """The attention output of a single query on a CPU, where `fused`.
 
         Args:
-            query: rotated for each branch.
+            query: rotated for each branch; the query heads of a group lie side by side.
             mask: finite numbers that are added to the scores, so that each key is seen in one branch; of more rows
                 than the query if its keys are to be read in `windows`.
         """
-        batch, heads, n_branches, dim = query.shape
-        n_windows, grouped = len(mask) // batch, query.reshape(*key.shape[:2], -1, dim)
+        batch, kv_heads, _, dim = query.shape
+        n_windows = len(mask) // batch
         if n_windows > 1:
-            grouped, key, value = (
-                grouped.expand(n_windows, -1, -1, -1),
-                windows(key, n_windows),
-                windows(value, n_windows),
-            )
-        output, weight = _flash_on_cpu(grouped, key, value, 0.0, False, attn_mask=mask, scale=self.scaling)
-        shape = n_windows, batch, heads, n_branches
-        weight = weight.reshape(shape).permute(1, 2, 0, 3).flatten(2)
+            query, key, value = query.expand(n_windows, -1, -1, -1), windows(key, n_windows), windows(value, n_windows)
+        output, weight = _flash_on_cpu(query, key, value, 0.0, False, attn_mask=mask, scale=self.scaling)
+        # The kernel's heads come behind its rows in memory, so that nothing is copied.
+        shape = batch, n_windows * n_branches, -1, kv_heads
+        weight = weight.transpose(1, 2).reshape(shape)
         if self.sinks is not None:
-            sinks = self.sinks.to(weight.dtype)[None, :, None].expand(batch, -1, 1)
-            weight = torch.cat([weight, sinks], dim=-1)
-        share = weight.softmax(-1)[..., : n_windows * n_branches]
-        share = share.view(batch, heads, n_windows, n_branches).permute(2, 0, 1, 3)[..., None]
-        # Over one dimension after the other, which takes a third of the time.
-        return (output.reshape(*shape, dim) * share).sum(3).sum(0)[:, None].to(query.dtype)
+            sinks = self.sinks.to(weight.dtype).view(1, 1, kv_heads, -1).transpose(2, 3)
+            weight = torch.cat([weight, sinks.expand(batch, -1, -1, -1)], dim=1)
+        share = weight.softmax(1)[:, : shape[1], ..., None]
+        joined = (output.transpose(1, 2).reshape(*shape, dim) * share).sum(1)
+        return joined.to(query.dtype).transpose(1, 2).reshape(batch, 1, -1, dim)
 
 
 def number_of_windows(n_rows: int, n_heads: int, n_keys: int) -> int:
@@ -146,8 +143,9 @@ def number_of_windows(n_rows: int, n_heads: int, n_keys: int) -> int:
 
 def windows(x: Float[Tensor, "1 heads n dim"], n_windows: int) -> Float[Tensor, "window heads size dim"]:
     """A row in windows of one size, as a view. Neighbours share fewer than `n_windows` tokens."""
-    step = x.shape[2] // n_windows
-    return x[0].unfold(1, x.shape[2] - (n_windows - 1) * step, step).permute(1, 0, 3, 2)
+    (_, heads, n, dim), (_, *strides) = x.shape, x.stride()
+    step = n // n_windows
+    return x.as_strided((n_windows, heads, n - (n_windows - 1) * step, dim), (step * strides[1], *strides))
 
 
 def windows_of_mask(mask: Float[Tensor, "1 heads row key"], n_windows: int) -> Float[Tensor, "window heads row size"]:

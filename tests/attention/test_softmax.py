@@ -303,7 +303,8 @@ def test_a_single_query_meets_each_key_in_its_branch(with_sinks: bool) -> None:
     branch[0][branch[0] == 2] = 1
     mask = torch.zeros(2, 1, 3, n_keys).double().masked_fill(branch != torch.arange(3)[:, None], -1e300)
     of_layer = Softmax(scaling=0.3, sinks=sinks if with_sinks else None)
-    found = of_layer.of_branches(query, key, value, mask.repeat(1, 1, 2, 1))
+    rows = query.unflatten(1, (3, 2)).transpose(2, 3).flatten(2, 3)  # of a key head: branch by branch, its two heads
+    found = of_layer.of_branches(rows, key, value, mask.repeat_interleave(2, dim=2), 3)
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
     scores = (query @ key.transpose(-1, -2) * 0.3).masked_fill(mask < 0, -torch.inf).amax(2, keepdim=True)
     if with_sinks:
