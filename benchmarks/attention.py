@@ -1,6 +1,6 @@
 """What in-attention RoPE costs: decoding, prefill, memory and compilation, beside stock transformers.
 
-    python benchmarks/attention.py                          # about six minutes on two cores
+    python benchmarks/attention.py                          # about ten minutes on two cores
     python benchmarks/attention.py --dtype bfloat16         # of use where the CPU has units for it
     python benchmarks/attention.py --device cuda
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 python benchmarks/attention.py
@@ -11,9 +11,9 @@ The models have SmolLM2-135M's shape with 6 of its 30 layers and share the same 
 memory alone moves a decode step by 5%. Stock has transformers' own YaRN, with sdpa. On a CPU in float32 unless told
 otherwise, on a GPU in bfloat16. The environment variables keep a CPU from its widest units, as if it had none.
 
-- Decoding runs interleaved, a step of every model behind as many cached tokens; the keys before are random numbers,
-  put into the caches by their own `update`. Ratios are medians over the rounds; stock again over stock says how much
-  of them is noise. The first step rotates all keys, and is a figure of its own.
+- Decoding runs interleaved in random order, a step of every model behind as many cached tokens; the keys before are
+  random numbers, put into the caches by their own `update`. Ratios are medians over the rounds; stock again over stock
+  says how much of them is noise. The first step rotates all keys, and is a figure of its own.
 - Prefill is timed interleaved as well; its memory is the growth in a process of its own that gives back what it frees.
 - Compiled decoding runs over a static cache, against the same model not compiled.
 """
@@ -290,8 +290,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the prompt")
     parser.add_argument("--slots", type=int, default=4096, help="of the static cache")
     parser.add_argument("--trained", type=int, default=2048, help="tokens that the models count as trained")
-    parser.add_argument("--rounds", type=int, default=20, help="of decode steps")
-    parser.add_argument("--prefills", type=int, default=3, help="rounds of prefill")
+    parser.add_argument("--rounds", type=int, default=60, help="of decode steps")
+    parser.add_argument("--prefills", type=int, default=5, help="rounds of prefill")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="float32 on a CPU, bfloat16 on a GPU if not given"

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -60,9 +61,10 @@ def seconds(work: Callable[[], object]) -> float:
 def interleaved(works: dict[str, Callable[[], object]], rounds: int, label: str) -> dict[str, list[float]]:
     """Seconds of each work in each round."""
     times: dict[str, list[float]] = {name: [] for name in works}
-    names = list(works)
-    for round_ in track(range(rounds), label):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:  # nobody always comes first
+    order, shuffle = list(works), random.Random(0).shuffle
+    for _ in track(range(rounds), label):
+        shuffle(order)  # a work is faster or slower by some per cent behind one work than behind another
+        for name in order:
             times[name].append(seconds(works[name]))
     return times
 
