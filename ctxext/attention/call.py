@@ -29,7 +29,7 @@ from ctxext.attention.masks import (
     ranges_of,
 )
 from ctxext.attention.rotary import CosSin, InAttentionRotary, Layer, at_once, change, rotate, rotate_at_once, widened
-from ctxext.attention.softmax import Joined, Part, Softmax, number_of_windows, windows_of_mask
+from ctxext.attention.softmax import Joined, Part, Softmax, by_group, number_of_windows, windows_of_mask
 from ctxext.attention.tiles import Tile
 from ctxext.methods import Branch, PositionRemapping, RopeScaling
 
@@ -454,25 +454,21 @@ class Call:
 
         is_fused = softmax.fused(query, key, value)
         if is_fused and n_queries == 1 and query.device.type == "cpu":
-            kv_heads = key.shape[1]
-            groups = query.shape[1] // kv_heads
+            groups = query.shape[1] // key.shape[1]
 
             def every_branch() -> Tensor:
                 held = masked(self.shared(layer, ("held", n_keys), held_by_each), slice(0, 1), slice(0, n_keys))
                 held = _finite(held, query.dtype)
-                n_windows = number_of_windows(len(query), kv_heads, n_keys)
+                n_windows = number_of_windows(len(query), key.shape[1], n_keys)
                 if n_windows > 1:
                     held = windows_of_mask(held, n_windows)
-                if held.shape[1] == 1:
-                    return held.repeat_interleave(groups, dim=2)
-                return held.unflatten(1, (kv_heads, groups)).transpose(2, 3).flatten(2, 3)
+                return by_group(held if held.shape[1] > 1 else held.expand(-1, groups, -1, -1), groups)
 
             def at_every_branch() -> CosSin:
                 at = torch.cat([branch.query(positions.double()) for branch in branches], dim=1)
                 return tables.plain(at.repeat_interleave(groups, dim=1))
 
-            block = query.unflatten(1, (kv_heads, groups)).transpose(2, 3)
-            block = block.expand(-1, -1, len(branches), -1, -1).flatten(2, 3)
+            block = by_group(query.expand(-1, -1, len(branches), -1), groups)
             block = self._turned(layer, block, "at every branch", at_every_branch)
             masks = self.shared(layer, ("every branch", mask, n_keys), every_branch)
             return softmax.of_branches(block, seen[0], value, masks, len(branches)), None
@@ -548,8 +544,8 @@ def _moved(
     columns = torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)])
     if len(columns) > 2:
         return moved, columns, turns_back
-    first, last = columns[0].item(), columns[-1].item()
-    return moved, slice(first, last + 1, max(1, last - first)), turns_back  # which needs no copy
+    at = columns.tolist()
+    return moved, slice(at[0], at[-1] + 1, max(1, at[-1] - at[0])), turns_back  # which needs no copy
 
 
 def _positions(mask: Any, tokens: Tensor, cache: Cache | None) -> Tensor:

@@ -114,7 +114,7 @@ class Softmax:
         """The attention output of a single query on a CPU, where `fused`.
 
         Args:
-            query: rotated for each branch; the query heads of a group lie side by side.
+            query: rotated for each branch, and in rows as `by_group` makes them, like the mask.
             mask: finite numbers that are added to the scores, so that each key is seen in one branch; of more rows
                 than the query if its keys are to be read in `windows`.
         """
@@ -132,6 +132,11 @@ class Softmax:
         share = weight.softmax(1)[:, : shape[1], ..., None]
         joined = (output.transpose(1, 2).reshape(*shape, dim) * share).sum(1)
         return joined.to(query.dtype).transpose(1, 2).reshape(batch, 1, -1, dim)
+
+
+def by_group(x: Float[Tensor, "batch heads branch d"], groups: int) -> Float[Tensor, "batch kv_heads branch_group d"]:
+    """The rows of all query heads that share a key head, branch by branch."""
+    return x.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
 
 
 def number_of_windows(n_rows: int, n_heads: int, n_keys: int) -> int:
