@@ -110,7 +110,7 @@ def test_describe_draws_the_turns_of_each_pair(checkpoint: Path, tmp_path: Path)
         assert saved.returncode == planned.returncode == 0
         assert saved.stdout.splitlines()[-8:] == planned.stdout.splitlines()[-8:]
     assert "effective distance in tokens" in saved.stdout
-    assert "with group_size 9, window 16" in planned.stdout
+    assert "with group_size 9, window 16" in " ".join(planned.stdout.split())
     assert "effective distance (tokens)" in (tmp_path / "self_extend.svg").read_text()
 
 
