@@ -150,7 +150,7 @@ class Call:
         convention = layer.convention
         if not at_once(x):
             return rotate(x, self.shared(layer, name, make), convention)
-        name = "wide", convention.pairs, convention.sign, name
+        name = "wide", convention, name
         return rotate_at_once(x, self.shared(layer, name, lambda: widened(make(), convention)), convention)
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
@@ -180,9 +180,13 @@ class Call:
         turned = functools.partial(self._turned, layer)
         whole = rotary.method
         if whole is not None and not layer.within:
-            times = self.shared(layer, "times", lambda: whole.query_scaling(tables.rope, positions))
-            if times is not None:
-                query = query * times[:, None, :, None].to(query.dtype)
+
+            def scaling() -> Tensor | None:
+                times = whole.query_scaling(tables.rope, positions)
+                return None if times is None else times[:, None, :, None].to(query.dtype)
+
+            times = self.shared(layer, ("times", query.dtype), scaling)
+            query = query if times is None else query * times
         if layer.within or method is None:
             query = turned(query, "plain", lambda: tables.as_it_was(positions))
             state = self.shared(layer, ("state", n_keys), lambda: torch.zeros_like(places))
@@ -228,8 +232,7 @@ class Call:
     def _places(self, module: Any, key: Tensor) -> Tensor:
         """The positions of a layer's keys, of shape (batch, keys)."""
         places = keys.positions_of(self.cache, module.layer_idx, key.shape[2], self.positions)
-        config = getattr(module, "config", None)
-        if getattr(config, "num_kv_shared_layers", 0):  # the last layers are given the keys of earlier ones
+        if self.rotary.gives_keys_on:
             places = next((its for known, its in self._given if known is key), places)
             self._given.append((key, places))
         if places is None:
@@ -269,8 +272,7 @@ class Call:
         store = self._cached(module)
         if store is None or not store.appends or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        is_given_on = getattr(getattr(module, "config", None), "num_kv_shared_layers", 0)
-        return store if store.keys is key and not is_given_on else None
+        return store if store.keys is key and not self.rotary.gives_keys_on else None
 
     def _table(self, layer: Layer, places: Tensor, state: Tensor, before: CosSin | None) -> CosSin:
         """cos and sin of keys at `places`, of shape (batch, keys).
@@ -454,24 +456,26 @@ class Call:
 
         is_fused = softmax.fused(query, key, value)
         if is_fused and n_queries == 1 and query.device.type == "cpu":
-            groups = query.shape[1] // key.shape[1]
+            batch, kv_heads = key.shape[:2]
+            groups = query.shape[1] // kv_heads
 
             def every_branch() -> Tensor:
                 held = masked(self.shared(layer, ("held", n_keys), held_by_each), slice(0, 1), slice(0, n_keys))
-                held = _finite(held, query.dtype)
-                n_windows = number_of_windows(len(query), key.shape[1], n_keys)
+                held = _finite(held, torch.promote_types(query.dtype, torch.float32))  # which is read without a cast
+                n_windows = number_of_windows(batch, kv_heads, n_keys)
                 if n_windows > 1:
                     held = windows_of_mask(held, n_windows)
                 return by_group(held if held.shape[1] > 1 else held.expand(-1, groups, -1, -1), groups)
 
             def at_every_branch() -> CosSin:
                 at = torch.cat([branch.query(positions.double()) for branch in branches], dim=1)
-                return tables.plain(at.repeat_interleave(groups, dim=1))
+                cos, sin = widened(tables.plain(at), layer.convention)
+                return cos.unsqueeze(3), sin.unsqueeze(3)
 
-            block = by_group(query.expand(-1, -1, len(branches), -1), groups)
-            block = self._turned(layer, block, "at every branch", at_every_branch)
+            wide = self.shared(layer, ("at every branch", layer.convention), at_every_branch)
+            each = rotate_at_once(query.reshape(batch, kv_heads, 1, groups, -1), wide, layer.convention).flatten(2, 3)
             masks = self.shared(layer, ("every branch", mask, n_keys), every_branch)
-            return softmax.of_branches(block, seen[0], value, masks, len(branches)), None
+            return softmax.of_branches(each, seen[0], value, masks, len(branches)), None
         if is_fused:
             of_branch = self.shared(
                 layer, ("tiles", mask, n_keys), lambda: _tiles_of_branches(branches, positions, places, mask)
@@ -525,7 +529,7 @@ def _finite(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A bool or additive mask as finite numbers to add to scores."""
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
+        return torch.full(mask.shape, lowest, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
     return mask.to(dtype).clamp(min=lowest)
 
 
@@ -538,14 +542,18 @@ def _moved(
     moved = steps.any(0).nonzero()[:, 0]
     if len(moved) == 0:
         return None, slice(rotated, n_keys), False
-    turns_back = bool((steps[:, moved] * sign < 0).any())
+    turns_back = bool((steps * sign < 0).any())
     if len(moved) == rotated:
         return slice(rotated), slice(n_keys), turns_back
-    columns = torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)])
-    if len(columns) > 2:
-        return moved, columns, turns_back
-    at = columns.tolist()
-    return moved, slice(at[0], at[-1] + 1, max(1, at[-1] - at[0])), turns_back  # which needs no copy
+    if len(moved) + n_keys - rotated > 2:
+        return moved, torch.cat([moved, torch.arange(rotated, n_keys, device=moved.device)]), turns_back
+    columns = [*moved.tolist(), *range(rotated, n_keys)]
+    return _slice(columns[: len(moved)]), _slice(columns), turns_back
+
+
+def _slice(columns: list[int]) -> slice:
+    """One or two columns as a slice, which needs no copy."""
+    return slice(columns[0], columns[-1] + 1, max(1, columns[-1] - columns[0]))
 
 
 def _positions(mask: Any, tokens: Tensor, cache: Cache | None) -> Tensor:

@@ -46,9 +46,37 @@ class Room:
             shape, dtype = (*held.shape[:2], stop + 16 + stop // 64, held.shape[3]), (held.dtype, new.dtype)
             self.slots = slots = held.new_empty(shape, dtype=torch.promote_types(*dtype))
             slots[:, :, :first] = held
-        slots[:, :, first:stop] = new
-        self.filled = slots[:, :, :stop]
+        slots.narrow(2, first, stop - first).copy_(new)
+        self.filled = slots.narrow(2, 0, stop)
         return self.filled
+
+
+class Incoming:
+    """The positions of the next keys, stored once for all layers of which the positions before are one tensor.
+
+    Attributes:
+        positions: of shape (batch, tokens).
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self._stored: tuple[Tensor | None, dict[str, Any], Tensor] | None = None
+
+    def store_in(self, places: Any, device: torch.device) -> Tensor:
+        """Append them to the positions that `places` stores. Returns those of all keys, of shape (batch, keys)."""
+        held = places.keys if places.is_initialized else None
+        shares = type(places) is DynamicLayer and not torch.compiler.is_compiling()
+        if shares and self._stored is not None:
+            before, after, found = self._stored
+            if found.device == device and held is before:
+                places.__dict__.update(after)
+                return found
+        new = self.positions.to(device)
+        nothing = new.new_empty((new.shape[0], 1, new.shape[1], 0))
+        found = places.update(new[:, None, :, None], nothing)[0][:, 0, :, 0]
+        if shares:
+            self._stored = held, {**places.__dict__}, found
+        return found
 
 
 class PositionedLayer:
@@ -56,7 +84,7 @@ class PositionedLayer:
 
     Attributes:
         owner: the extension that computed the keys.
-        incoming: positions of the next keys, of shape (batch, tokens); set before each forward pass.
+        incoming: what is set before each forward pass.
         key_positions: positions of the keys returned by the last update, of shape (batch, keys).
         appends: whether its keys are one tensor that grows, in which they can be rotated.
         rotated: how many of its first keys are rotated.
@@ -64,7 +92,7 @@ class PositionedLayer:
     """
 
     owner: str
-    incoming: Tensor | None
+    incoming: Incoming | None
     key_positions: Tensor
     appends: bool
     rotated: int
@@ -93,9 +121,7 @@ class PositionedLayer:
             self.keys = self._rooms["keys"].append(self.keys, key_states)
             self.values = self._rooms["values"].append(self.values, value_states)
             found = self.keys, self.values
-        incoming = incoming.to(key_states.device)
-        nothing = incoming.new_empty((incoming.shape[0], 1, incoming.shape[1], 0))
-        self.key_positions = self._places.update(incoming[:, None, :, None], nothing)[0][:, 0, :, 0]
+        self.key_positions = incoming.store_in(self._places, key_states.device)
         if self.appends and self.keys.shape[2] != self.key_positions.shape[1]:
             raise RuntimeError(_UNKNOWN)
         self._see()
@@ -243,6 +269,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) < n_layers:
             cache.layers.append(cache.layer_class_to_replicate())
+    incoming = Incoming(positions)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, PositionedLayer):
             held: Any = layer
@@ -267,7 +294,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
             layer = cache.layers[index] = new
         else:
             continue  # linear attention has no keys
-        layer.incoming = positions
+        layer.incoming = incoming
 
 
 def last_positions(cache: Cache) -> Tensor | None:

@@ -264,5 +264,8 @@ class Rows:
         if self.mask is None:
             return None
         if isinstance(self.mask, BlockMask):
+            first = self.mask.q_offset - self.mask.kv_offset + self.rows.start
+            if self.mask.is_causal and columns.stop <= first + 1:
+                return None
             return self.mask.part(self.rows, columns).whole()
         return self.mask[:, :, self.rows, columns]

@@ -59,6 +59,7 @@ class InAttentionRotary(ExtendedRotary):
         attend: the model's own attention function.
         implementation: its name, such as "sdpa", which says what masks it takes.
         owner: the identifier of this extension in caches.
+        gives_keys_on: whether the last layers attend to the keys of earlier ones, as in Gemma 3n.
         phases: the dtype of angles, cos and sin: float32, and float64 in a float64 model.
     """
 
@@ -70,6 +71,7 @@ class InAttentionRotary(ExtendedRotary):
     attend: Callable[..., Any]
     implementation: str
     owner: str
+    gives_keys_on: bool
     phases: torch.dtype
 
     def set_method(self, method: RopeMethod | None, ropes: dict[str, RopeGeometry]) -> None:
@@ -195,7 +197,8 @@ class Tables:
 
     def _cos_sin(self, positions: Tensor, inv_freq: Tensor, times: float | Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None].to(self.rotary.phases) * inv_freq.to(positions.device)
-        return angles.cos() * times, angles.sin() * times
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if isinstance(times, float) and times == 1 else (cos * times, sin * times)
 
 
 CosSin = tuple[Float[Tensor, "#batch n pair"], Float[Tensor, "#batch n pair"]]
@@ -254,20 +257,24 @@ def widened(cos_sin: CosSin, convention: Convention) -> tuple[Tensor, Tensor]:
 
 
 def rotate_at_once(
-    x: Float[Tensor, "batch heads n dim"], wide: tuple[Tensor, Tensor], convention: Convention
-) -> Float[Tensor, "batch heads n dim"]:
-    """`rotate` with what `widened` made of cos and sin."""
+    x: Float[Tensor, "*#heads n dim"], wide: tuple[Tensor, Tensor], convention: Convention
+) -> Float[Tensor, "*heads n dim"]:
+    """`rotate` with what `widened` made of cos and sin, with which `x` is broadcast."""
     own, others = wide
-    turning, still = _dimensions(x.shape[-1], own.shape[-1], convention)
-    before = x[..., turning].to(torch.promote_types(x.dtype, torch.float32))
+    dim, n_turning = x.shape[-1], own.shape[-1]
+    turning, still = _dimensions(dim, n_turning, convention)
+    before = x if n_turning == dim else x[..., turning]
+    if torch.is_grad_enabled():  # whose sum of both products' gradients is in float32, too
+        before = before.to(torch.promote_types(x.dtype, torch.float32))
     if convention.pairs == "interleaved":
         partners = before.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        partners = before.roll(before.shape[-1] // 2, -1)
+        partners = before.roll(n_turning // 2, -1)
     turned = torch.addcmul(before * own, partners, others).to(x.dtype)
-    if turned.shape == x.shape:
+    if n_turning == dim:
         return turned
-    return torch.cat([x[..., still], turned] if convention.last else [turned, x[..., still]], dim=-1)
+    rest = x[..., still].expand(*turned.shape[:-1], -1)
+    return torch.cat([rest, turned] if convention.last else [turned, rest], dim=-1)
 
 
 def _dimensions(dim: int, n_turning: int, convention: Convention) -> tuple[slice, slice]:

@@ -126,11 +126,12 @@ class Softmax:
         # The kernel's heads come behind its rows in memory, so that nothing is copied.
         shape = batch, n_windows * n_branches, -1, kv_heads
         weight = weight.transpose(1, 2).reshape(shape)
-        if self.sinks is not None:
+        if self.sinks is None:
+            share = weight.softmax(1)
+        else:
             sinks = self.sinks.to(weight.dtype).view(1, 1, kv_heads, -1).transpose(2, 3)
-            weight = torch.cat([weight, sinks.expand(batch, -1, -1, -1)], dim=1)
-        share = weight.softmax(1)[:, : shape[1], ..., None]
-        joined = (output.transpose(1, 2).reshape(*shape, dim) * share).sum(1)
+            share = torch.cat([weight, sinks.expand(batch, -1, -1, -1)], dim=1).softmax(1)[:, :-1]
+        joined = (output.transpose(1, 2).reshape(*shape, dim) * share.unsqueeze(-1)).sum(1)
         return joined.to(query.dtype).transpose(1, 2).reshape(batch, 1, -1, dim)
 
 

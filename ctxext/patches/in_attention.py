@@ -166,6 +166,7 @@ class RotateInAttention(Patch):
         new.implementation = implementation
         starts = [(label, rope.inv_freq.tolist(), rope.attention_factor) for label, rope in sorted(self.ropes.items())]
         digest = hashlib.sha256(repr(starts).encode()).hexdigest()[:8]
+        new.gives_keys_on = bool(getattr(config, "num_kv_shared_layers", 0))
         new.owner = f"{self.method!r}, trained at {self._trained} tokens (frequencies {digest})"
         # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the
         # last bit of a frequency exceeds the bar, and the table may have been cast.

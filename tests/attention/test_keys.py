@@ -36,7 +36,7 @@ from transformers.cache_utils import (
 from ctxext import extend_context
 from ctxext.attention import call, rotary, softmax, tiles
 from ctxext.attention.call import Call
-from ctxext.attention.keys import Room, stock_class
+from ctxext.attention.keys import Incoming, Room, stock_class
 from ctxext.methods import Branch, PositionRemapping
 
 ROOM = N_TOKENS + 9
@@ -602,6 +602,16 @@ def test_a_token_is_appended_in_place() -> None:
         assert new.shape[2] == 111
         assert new.data_ptr() == old.data_ptr()
         assert torch.equal(old, copy_)
+
+
+def test_layers_share_their_positions_until_one_goes_its_own_way() -> None:
+    cache = decoded(60)[1]
+    assert len({id(layer._places.keys) for layer in cache.layers}) == 1
+    cpu, first, second = torch.device("cpu"), Incoming(torch.tensor([[0, 1]])), Incoming(torch.tensor([[2]]))
+    layers = DynamicLayer(), DynamicLayer(), DynamicLayer()
+    assert len({id(first.store_in(layer, cpu)) for layer in layers}) == 1
+    layers[1].crop(-1)
+    assert [second.store_in(layer, cpu).tolist() for layer in layers] == [[[0, 1, 2]], [[0, 2]], [[0, 1, 2]]]
 
 
 def test_a_step_back_to_an_earlier_tensor_leaves_the_later_one_alone() -> None:

@@ -5,6 +5,7 @@ In float64, so that no CPU's rounding decides.
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,6 +166,22 @@ def test_the_range_of_keys_that_each_query_sees(kind: str, offset: int, monkeypa
     assert (documents is None) == (bool(offset) or kind == "both ways")
     if kind == "documents" and documents:
         assert documents == [[(0, 70, 70), (70, 100, 30)]]
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "padded"])
+def test_rows_that_see_every_key_need_no_mask(kind: str) -> None:
+    at: dict[str, Any] = {"q_offset": 6}
+    if kind == "window":
+        at |= {"mask_function": sees("window"), "allow_is_causal_skip": False}
+    if kind == "padded":
+        at |= {"attention_mask": torch.tensor([[False] + [True] * 9])}
+    mask = masks.block_mask(1, 4, 10, **at)
+    for start, stop, n_keys in product(range(4), range(1, 5), range(1, 11)):
+        if start < stop:
+            block = masks.Rows.of(mask, slice(start, stop), 10).block(slice(0, n_keys))
+            whole = mask.whole()[:, :, start:stop, :n_keys]
+            assert (block is None) == (kind == "causal" and bool(whole.all()))
+            assert block is None or torch.equal(block, whole)
 
 
 def test_tokens_that_see_later_ones_far_from_them_are_in_no_documents() -> None:
