@@ -222,7 +222,7 @@ def rotate(
     # Tile by tile, with one tile in float32 at a time.
     exact, (batch, heads, n, dim) = torch.promote_types(x.dtype, torch.float32), x.shape
     turning, still = _dimensions(dim, 2 * cos_sin[0].shape[-1], convention)
-    result = x.new_empty(x.shape)
+    result = torch.empty_like(x)
     step = max(16, TILE // (batch * heads * dim)) if x.device.type == "cpu" else n
     size = min(step, n) if x.dtype != exact else 0
     before, after = (x.new_empty((batch, heads, size, dim), dtype=exact) for _ in range(2))
@@ -235,7 +235,8 @@ def rotate(
         (first, second), (low, high) = (_of_pairs(each[..., turning], convention) for each in (tile, out))
         torch.mul(first, cos, out=low).addcmul_(second, sin, value=-convention.sign)
         torch.mul(second, cos, out=high).addcmul_(first, sin, value=convention.sign)
-        out[..., still] = tile[..., still]
+        if still.start < still.stop:
+            out[..., still] = tile[..., still]
         if size:
             place.copy_(out)
     return result

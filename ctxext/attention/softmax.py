@@ -176,6 +176,7 @@ class Joined:
         dtype = torch.promote_types(query.dtype, torch.float32)
         self.output = query.new_zeros((batch, n_queries, heads, dim), dtype=dtype).transpose(1, 2)
         self.total = query.new_full((batch, heads, n_queries), float("-inf"), dtype=dtype)
+        self._begun = torch.zeros((batch, n_queries), dtype=torch.bool)
 
     def add(
         self,
@@ -199,8 +200,15 @@ class Joined:
             if tile.shape == "upper":
                 output, weight = output.flip(2), weight.flip(2)
             found, total = self.output[tile.batch, :, tile.rows], self.total[tile.batch, :, tile.rows]
+            begun = self._begun[tile.batch, tile.rows]
+            is_first = not begun.any()
+            begun.fill_(True)
+            if is_first:
+                found.copy_(output)
+                total.copy_(weight)
+                continue
             both = torch.logaddexp(total, weight)
-            # Both are -inf for a row without keys so far.
+            # Both are -inf for a query without keys so far.
             share = (weight - both).exp_().nan_to_num_(nan=0.0)[..., None]
             found.lerp_(output.to(found.dtype), share)
             total.copy_(both)
