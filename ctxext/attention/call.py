@@ -600,8 +600,9 @@ def _tiles_of_branches(
     """The tiles of each branch; None if some need a mask, and the device's kernel takes none."""
     seen = ranges_of(mask)
     ranges = [tiles.of_branch(branch, positions, places, seen) if seen else None for branch in branches]
-    found = _all(each and tiles.of_ranges(each) for each in ranges)
-    if found is None and positions.device.type == "cpu":
+    on_cpu = positions.device.type == "cpu"
+    found = _all(each and tiles.of_ranges(each, bands=on_cpu) for each in ranges)
+    if found is None and on_cpu:
         return [tiles.blocks(branch, positions, places) for branch in branches]
     return found
 

@@ -88,9 +88,7 @@ class BlockMask:
         """What hides keys from `size` queries, of the window + size keys up to the last of the queries; to be added."""
         key = window, size, like.dtype, like.device
         if key not in self.bands:
-            i, j = torch.arange(size, device=like.device)[:, None], torch.arange(window + size, device=like.device)
-            hidden = torch.full((size, window + size), float("-inf"), dtype=like.dtype, device=like.device)
-            self.bands[key] = hidden.masked_fill_((j > i) & (j <= i + window), 0.0)[None, None]
+            self.bands[key] = band(window, size, like)
         return self.bands[key]
 
     def part(self, rows: slice, columns: slice) -> BlockMask:
@@ -237,6 +235,13 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     # Families compute the softmax in float32, where the lowest float64 is -inf and a fully masked row NaN.
     lowest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)
+
+
+def band(window: int, size: int, like: Tensor) -> Tensor:
+    """What `BlockMask.band` keeps, of shape (1, 1, size, window + size)."""
+    i, j = torch.arange(size, device=like.device)[:, None], torch.arange(window + size, device=like.device)
+    hidden = torch.full((size, window + size), float("-inf"), dtype=like.dtype, device=like.device)
+    return hidden.masked_fill_((j > i) & (j <= i + window), 0.0)[None, None]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from ctxext.attention.masks import Rows
+from ctxext.attention.masks import Rows, band
 from ctxext.attention.tiles import BLOCK, Tile
 
 # The most scores held at once without a flash kernel: 64 MiB in float32.
@@ -177,6 +177,7 @@ class Joined:
         self.output = query.new_zeros((batch, n_queries, heads, dim), dtype=dtype).transpose(1, 2)
         self.total = query.new_full((batch, heads, n_queries), float("-inf"), dtype=dtype)
         self._begun = torch.zeros((batch, n_queries), dtype=torch.bool)
+        self._bands: dict[tuple[int, int], Tensor] = {}
 
     def add(
         self,
@@ -195,8 +196,14 @@ class Joined:
             q, k, v = query[tile.batch, :, tile.rows], *(x[tile.batch, :, tile.columns] for x in (key, value))
             if tile.shape == "upper":  # "lower", if both are read backwards
                 q, k, v = (x.flip(2) for x in (q, k, v))
-            used = mask(tile) if tile.shape == "masked" and mask is not None else None
+            used, unseen = None, None
+            if tile.shape == "masked" and mask is not None:
+                used, unseen = _additive(mask(tile), q.dtype)
+            elif tile.shape == "band":
+                used = self._band(q.shape[2], k.shape[2], q)
             output, weight = _flash(q, k, v, tile.shape in ("lower", "upper"), used, self.softmax.scaling)
+            if unseen is not None:  # where the kernel returns 0
+                weight = weight.masked_fill(unseen, float("-inf"))
             if tile.shape == "upper":
                 output, weight = output.flip(2), weight.flip(2)
             found, total = self.output[tile.batch, :, tile.rows], self.total[tile.batch, :, tile.rows]
@@ -212,6 +219,12 @@ class Joined:
             share = (weight - both).exp_().nan_to_num_(nan=0.0)[..., None]
             found.lerp_(output.to(found.dtype), share)
             total.copy_(both)
+
+    def _band(self, n_rows: int, n_columns: int, like: Tensor) -> Tensor:
+        """The additive mask of a tile that is a band, of shape (1, 1, rows, columns)."""
+        if (n_rows, n_columns) not in self._bands:
+            self._bands[n_rows, n_columns] = band(n_columns - n_rows + 1, n_rows, like)[..., 1:].contiguous()
+        return self._bands[n_rows, n_columns]
 
     def result(self, dtype: torch.dtype) -> Float[Tensor, "batch query heads dim"]:
         if self.softmax.sinks is not None:
@@ -229,18 +242,17 @@ def _flash(
         attend = torch.ops.aten._scaled_dot_product_flash_attention
         output, weight, *_ = attend(query, key, value, 0.0, is_causal, scale=scaling)
         return output, weight
-    shape, seen = query.shape, torch.empty(0)
+    shape = query.shape
     if query.shape[2] == 1 and mask is None:
         # The queries of a group read their keys once.
         query = query.reshape(*key.shape[:2], -1, query.shape[3])
-    if mask is not None and mask.dtype == torch.bool:
-        seen = mask
-        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    elif mask is not None:
-        mask = mask.to(query.dtype)
-        seen = mask > torch.finfo(mask.dtype).min
     output, weight = _flash_on_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scaling)
-    if mask is not None:
-        # The kernel returns 0 for a row without keys.
-        weight = weight.masked_fill(~seen.any(-1), float("-inf"))
     return output.reshape(shape), weight.reshape(shape[:3])
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A bool or additive mask as a kernel takes it, and which of its rows have no keys."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf")), ~mask.any(-1)
+    mask = mask.to(dtype)
+    return mask, ~(mask > torch.finfo(dtype).min).any(-1)

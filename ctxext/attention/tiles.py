@@ -2,7 +2,8 @@
 
 A causal mask, a window of distances and a chunk of positions all give each query one range of keys, whose ends move by
 one key a query or not at all. Such ranges consist of rectangles and triangles, which every flash kernel computes
-without a mask, and each pair of a query and a key is computed once.
+without a mask, and each pair of a query and a key is computed once. A CPU's kernel takes a mask, too, and computes some
+of the pairs outside of a triangle: a narrow band takes less time in one piece with a mask than in two triangles.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from ctxext.methods import Branch
 
 # Queries per block that needs a mask: fewer run slower, more waste work above the diagonal.
 BLOCK = 512
+# The same of a band, and the most keys that a query sees in one.
+BAND, WIDEST = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,15 @@ class Tile:
         batch: rows of the batch.
         rows, columns: queries and keys.
         shape: "full" has all pairs. Of a square, "lower" has the pairs in which the query's index is at least the
-            key's, "upper" those in which it is at most the key's. Those of "masked" are told by a mask.
+            key's, "upper" those in which it is at most the key's. A "band" has as many keys for each query: from the
+            one with the query's index on, as many as columns are more than rows, and one. Those of "masked" are told
+            by a mask.
     """
 
     batch: slice
     rows: slice
     columns: slice
-    shape: Literal["full", "lower", "upper", "masked"]
+    shape: Literal["full", "lower", "upper", "band", "masked"]
 
 
 # The first key that each query sees, and the one after the last.
@@ -54,13 +59,17 @@ def of_branch(branch: Branch, queries: Tensor, keys: Tensor, seen: Ranges) -> Ra
     return torch.maximum(first, seen[0]), torch.minimum(stop, seen[1])
 
 
-def of_ranges(ranges: Ranges) -> list[Tile] | None:
-    """Tiles that contain every pair in `ranges` once; None if they would have less than eight queries on average."""
+def of_ranges(ranges: Ranges, bands: bool = False) -> list[Tile] | None:
+    """Tiles that contain every pair in `ranges` once; None if they would have less than eight queries on average.
+
+    Args:
+        bands: whether tiles may be bands.
+    """
     low, high = (side.cpu() for side in ranges)
     same = bool((low == low[:1]).all()) and bool((high == high[:1]).all())
     found: list[Tile] = []
     for row in range(1 if same else len(low)):
-        tiles = _of_row(slice(None) if same else slice(row, row + 1), low[row], high[row])
+        tiles = _of_row(slice(None) if same else slice(row, row + 1), low[row], high[row], bands)
         if tiles is None:
             return None
         found += tiles
@@ -79,11 +88,11 @@ def blocks(branch: Branch, queries: Tensor, keys: Tensor) -> list[Tile]:
     return found
 
 
-def _of_row(batch: slice, low: Tensor, high: Tensor) -> list[Tile] | None:
+def _of_row(batch: slice, low: Tensor, high: Tensor, bands: bool) -> list[Tile] | None:
     high = torch.maximum(low, high)
     found: list[Tile] = []
 
-    def add(shape: Literal["full", "lower", "upper"], rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    def add(shape: Literal["full", "lower", "upper", "band"], rows: tuple[int, int], columns: tuple[int, int]) -> None:
         if rows[0] < rows[1] and columns[0] < columns[1]:
             found.append(Tile(batch, slice(*rows), slice(*columns), shape))
 
@@ -95,10 +104,15 @@ def _of_row(batch: slice, low: Tensor, high: Tensor) -> list[Tile] | None:
             continue
         moves = start + 1 < stop
         low_moves, high_moves = moves and first[start + 1] > first[start], moves and last[start + 1] > last[start]
+        width = last[start] - first[start]
+        is_band = bands and low_moves and high_moves and width <= WIDEST
         # The triangles at both ends of a band must not overlap.
-        size = last[start] - first[start] if low_moves and high_moves else stop - start
+        size = BAND if is_band else width if low_moves and high_moves else stop - start
         for top in range(start, stop, size):
             end = min(top + size, stop)
+            if is_band:
+                add("band", (top, end), (first[top], last[end - 1]))
+                continue
             add("upper", (top, end - 1), (first[top], first[end - 1]))
             add("full", (top, end), (first[end - 1], last[top] - high_moves))
             if high_moves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -25,9 +26,9 @@ def pairs(found: list[tiles.Tile], batch: int, n_queries: int, n_keys: int) -> T
     times = torch.zeros(batch, n_queries, n_keys, dtype=torch.long)
     for tile in found:
         here = times[tile.batch, tile.rows, tile.columns]
-        assert tile.shape == "full" or here.shape[1] == here.shape[2]
-        ones = torch.ones(here.shape[1:], dtype=torch.long)
-        here += {"full": ones, "lower": ones.tril(), "upper": ones.triu()}[tile.shape]
+        ones, wider = torch.ones(here.shape[1:], dtype=torch.long), here.shape[2] - here.shape[1]
+        assert tile.shape == "full" or wider == 0 or (tile.shape == "band" and wider > 0)
+        here += {"full": ones, "lower": ones.tril(), "upper": ones.triu(), "band": ones.triu().tril(wider)}[tile.shape]
     return times
 
 
@@ -36,16 +37,19 @@ def between(low: Tensor, high: Tensor, n_keys: int) -> Tensor:
     return (columns >= low[..., None]) & (columns < high[..., None])
 
 
-def assert_exact(low: Tensor, high: Tensor, n_keys: int) -> list[tiles.Tile]:
-    found = tiles.of_ranges((low, high))
+def assert_exact(low: Tensor, high: Tensor, n_keys: int, bands: bool) -> list[tiles.Tile]:
+    found = tiles.of_ranges((low, high), bands)
     assert found is not None
     assert torch.equal(pairs(found, *low.shape, n_keys), between(low, high, n_keys).long())
     return found
 
 
+@pytest.mark.parametrize("bands", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_tiles_of_any_ranges_contain_each_pair_once(seed: int) -> None:
+def test_tiles_of_any_ranges_contain_each_pair_once(seed: int, bands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends that stay, move by one, jump, cross each other and differ between rows of a batch."""
+    monkeypatch.setattr(tiles, "BAND", 12)
+    monkeypatch.setattr(tiles, "WIDEST", 24)
     generator = torch.Generator().manual_seed(seed)
 
     def random(high: int, *shape: int) -> Tensor:
@@ -57,26 +61,29 @@ def test_tiles_of_any_ranges_contain_each_pair_once(seed: int) -> None:
         sides.append(steps.cumsum(1) + random(12, 2, 1))
     # Few enough tiles, or the result is None.
     low, high = (side[: 1 + seed % 2] for side in sides)
-    found = tiles.of_ranges((low, high))
+    found = tiles.of_ranges((low, high), bands)
     if found is not None:
-        assert_exact(low, high, 400)
+        assert_exact(low, high, 400, bands)
     few = low[:, :50:10].repeat_interleave(40, 1), high[:, :50:10].repeat_interleave(40, 1)
-    assert_exact(*few, 400)
+    assert_exact(*few, 400, bands)
 
 
+@pytest.mark.parametrize("bands", [False, True])
 @pytest.mark.parametrize("before", [0, 1, 77])
 @pytest.mark.parametrize("method", REMAPPING)
-def test_branches_need_no_mask_and_split_the_triangle(method: str, before: int) -> None:
+def test_branches_need_no_mask_and_split_the_triangle(method: str, before: int, bands: bool) -> None:
     n_keys = 4 * LENGTH + 5
     positions, places = torch.arange(before, n_keys)[None], torch.arange(n_keys)[None]
     seen = torch.zeros_like(positions), positions + 1
     total = torch.zeros(1, n_keys - before, n_keys, dtype=torch.long)
     for branch in make_method(method, 4).branches(ROPE):
         ranges = tiles.of_branch(branch, positions, places, seen)
-        found = assert_exact(*ranges, n_keys)
+        found = assert_exact(*ranges, n_keys, bands)
         held = branch.holds(positions[:, :, None], places[:, None]) & between(*seen, n_keys)
         assert torch.equal(pairs(found, *positions.shape, n_keys), held.long())
         total += held
+        is_window = branch.first == -math.inf and method != "dca"
+        assert any(tile.shape == "band" for tile in found) == (bands and is_window)
     assert torch.equal(total, between(*seen, n_keys).long())
 
 
@@ -95,12 +102,16 @@ def test_masked_tiles_contain_a_branch_at_positions_in_any_order(method: str, mo
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", ["alone", "left", "right"])
+@pytest.mark.parametrize("case", ["alone", "left", "right", "triangles"])
 def test_a_prefill_in_tiles_is_one_softmax_and_makes_no_mask(
     method: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tiles, "BAND", 24)
+    if case == "triangles":  # as on a GPU
+        of_ranges = tiles.of_ranges
+        monkeypatch.setattr(tiles, "of_ranges", lambda ranges, bands=False: of_ranges(ranges))
     model, chunks = extended(method), [100, N_TOKENS - 100]
-    inputs: dict[str, Any] = {"input_ids": rows()[0][None]} if case == "alone" else padded(rows(), case)
+    inputs: dict[str, Any] = {"input_ids": rows()[0][None]} if case in ("alone", "triangles") else padded(rows(), case)
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     with torch.enable_grad():  # one softmax over all scores, as gradients need
         want = model(**inputs, use_cache=False).logits.detach()
@@ -119,6 +130,7 @@ TILES = [
     tiles.Tile(slice(None), slice(0, 96), slice(32, 128), "lower"),
     tiles.Tile(slice(1, 2), slice(40, 96), slice(140, 196), "upper"),
 ]
+BANDS = [*TILES, tiles.Tile(slice(0, 1), slice(30, 96), slice(130, 200), "band")]
 
 
 def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,19 +141,20 @@ def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(x.to(device, torch.bfloat16) for x in (query, key, value))
 
 
-def joined(device: str) -> Tensor:
+def joined(device: str, of: list[tiles.Tile] = TILES) -> Tensor:
     query, key, value = inputs(device)
     found = Joined(Softmax(scaling=0.2), query)
-    found.add(TILES, query, key, value)
+    found.add(of, query, key, value)
     return found.result(query.dtype)
 
 
-def test_tiles_joined_are_one_softmax() -> None:
+@pytest.mark.parametrize("of", [TILES, BANDS], ids=["triangles", "bands"])
+def test_tiles_joined_are_one_softmax(of: list[tiles.Tile]) -> None:
     query, key, value = (x.double() for x in inputs("cpu"))
     key, value = (x.repeat_interleave(3, 1) for x in (key, value))
-    seen = pairs(TILES, 2, 96, 200).bool()[:, None]
+    seen = pairs(of, 2, 96, 200).bool()[:, None]
     want = (0.2 * query @ key.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ value
-    torch.testing.assert_close(joined("cpu").double(), want.transpose(1, 2), atol=2e-2, rtol=0)
+    torch.testing.assert_close(joined("cpu", of).double(), want.transpose(1, 2), atol=2e-2, rtol=0)
 
 
 def test_the_kernel_of_a_gpu_takes_these_arguments() -> None:
