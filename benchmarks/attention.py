@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4096, help="of the static cache")
     parser.add_argument("--trained", type=int, default=2048, help="tokens that the models count as trained")
     parser.add_argument("--rounds", type=int, default=60, help="of decode steps")
-    parser.add_argument("--prefills", type=int, default=5, help="rounds of prefill")
+    parser.add_argument("--prefills", type=int, default=15, help="rounds of prefill")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="float32 on a CPU, bfloat16 on a GPU if not given"
