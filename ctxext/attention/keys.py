@@ -84,7 +84,7 @@ class PositionedLayer:
 
     Attributes:
         owner: the extension that computed the keys.
-        incoming: what is set before each forward pass.
+        incoming: the positions of the next keys; set before each forward pass, None after the update.
         key_positions: positions of the keys returned by the last update, of shape (batch, keys).
         appends: whether its keys are one tensor that grows, in which they can be rotated.
         rotated: how many of its first keys are rotated.

@@ -238,7 +238,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def band(window: int, size: int, like: Tensor) -> Tensor:
-    """What `BlockMask.band` keeps, of shape (1, 1, size, window + size)."""
+    """`BlockMask.band`, made anew: of shape (1, 1, size, window + size)."""
     i, j = torch.arange(size, device=like.device)[:, None], torch.arange(window + size, device=like.device)
     hidden = torch.full((size, window + size), float("-inf"), dtype=like.dtype, device=like.device)
     return hidden.masked_fill_((j > i) & (j <= i + window), 0.0)[None, None]

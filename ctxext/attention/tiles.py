@@ -31,9 +31,8 @@ class Tile:
         batch: rows of the batch.
         rows, columns: queries and keys.
         shape: "full" has all pairs. Of a square, "lower" has the pairs in which the query's index is at least the
-            key's, "upper" those in which it is at most the key's. A "band" has as many keys for each query: from the
-            one with the query's index on, as many as columns are more than rows, and one. Those of "masked" are told
-            by a mask.
+            key's, "upper" those in which it is at most the key's. In a "band" query i sees keys i to
+            i + columns - rows. The pairs of "masked" are told by a mask.
     """
 
     batch: slice
