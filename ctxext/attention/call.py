@@ -174,6 +174,12 @@ class Call:
                 attend = functools.partial(self._of_document, module, **kwargs)
                 return by_document(documents, query, key, value, attend), None
         n_queries, n_keys = query.shape[2], key.shape[2]
+        if isinstance(mask, BlockMask) and mask.shape[3] != n_keys:
+            raise RuntimeError(
+                f"layer {module.layer_idx} has {n_keys} keys, but the mask is of {mask.shape[3]}: a forward pass was "
+                "interrupted, or one layer of the cache was changed alone. Start from an empty cache, or crop each of "
+                "cache.layers to one length."
+            )
         places = self._places(module, key)
         store = self._store(module, key)
 

@@ -91,7 +91,8 @@ class Softmax:
             scores = (scores / self.softcap).tanh() * self.softcap
         mask, lowest = rows.block(slice(0, n_keys)), torch.finfo(scores.dtype).min
         if mask is not None:
-            scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+            # Finite, so that a row without keys is not NaN.
+            scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask.clamp(min=lowest)
         if self.sinks is not None:
             sinks = self.sinks.to(scores.dtype)[None, :, None, None].expand(batch, -1, n_rows, 1)
             weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
@@ -202,7 +203,8 @@ class Joined:
             elif tile.shape == "band":
                 used = self._band(q.shape[2], k.shape[2], q)
             output, weight = _flash(q, k, v, tile.shape in ("lower", "upper"), used, self.softmax.scaling)
-            if unseen is not None:  # where the kernel returns 0
+            if unseen is not None:
+                output = output.masked_fill(unseen[..., None], 0.0)
                 weight = weight.masked_fill(unseen, float("-inf"))
             if tile.shape == "upper":
                 output, weight = output.flip(2), weight.flip(2)

@@ -334,8 +334,7 @@ def _check_existing(facts: ContextFacts, existing: Existing) -> None:
             f"existing={existing!r} needs a model whose RoPE is already scaled, but this one has plain RoPE "
             f"(theta {facts.original_theta:g}). Leave existing= out."
         )
-    # The mark of a kept scaling leaves the config's own, which starts from `keep` and `compose` as without a mark.
-    if scaling is not None and scaling.in_attention and mark is not None and mark["existing"] != "keep":
+    if scaling is not None and _is_of_attention(facts):
         raise ValueError(
             f"this config is from a live model that {scaling.name} extends inside attention, and "
             f"existing={existing!r} would discard that extension. Call restore_context(model), or use "
@@ -359,6 +358,14 @@ def _check_existing(facts: ContextFacts, existing: Existing) -> None:
         )
 
 
+def _is_of_attention(facts: ContextFacts) -> bool:
+    """Whether ctxext extended the model inside attention, which its config cannot express."""
+    if facts.mark is None or facts.scaling is None or not facts.scaling.in_attention:
+        return False
+    # The mark of a kept scaling leaves the config's own, which starts from `keep` and `compose` as without a mark.
+    return bool(facts.mark["existing"] != "keep")
+
+
 def _refuse_existing(facts: ContextFacts) -> str:
     by = "by ctxext " if facts.mark is not None else ""
     known, unknown = facts.original_length, "frequencies (with original_max_position_embeddings=)"
@@ -374,6 +381,12 @@ def _refuse_existing(facts: ContextFacts) -> str:
             if existing != "replace":
                 _check_existing(facts, existing)
             offers.append(f"existing={existing!r} to {words}")
+    if _is_of_attention(facts):
+        return (
+            f"this config is of a model that is already scaled by ctxext, inside attention ({facts.summary}). A model "
+            "built from the config alone is not extended: load the original config, or the extended model with "
+            f"ctxext.load. existing='replace' starts again from the original {original}."
+        )
     return (
         f"this model's RoPE is already scaled {by}({facts.summary}): it needs no extension up to that length. To "
         f"change it, pass {', or '.join(offers)}."

@@ -397,6 +397,11 @@ def method_class(name: str, encoding: str | None = None) -> type[ContextMethod]:
     Raises:
         ValueError: an unknown name; the error lists the methods for `encoding`, or all.
     """
+    if name == "longrope2":
+        raise ValueError(
+            "LongRoPE2 is a search for the factors of 'longrope': run `ctxext fit --by longrope2`, and pass the method "
+            "that it finds."
+        )
     if name not in _METHODS:
         fitting = [known for known, cls in _METHODS.items() if encoding in (None, cls.encoding)]
         raise ValueError(f"unknown method {name!r}{suggest(name, fitting)}")

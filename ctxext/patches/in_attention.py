@@ -129,6 +129,12 @@ class RotateInAttention(Patch):
                 "in-attention RoPE needs. Use a method that changes frequencies, such as 'yarn'."
             )
         implementation = self._implementation(model)
+        if implementation in call.IMPLEMENTATIONS.values():
+            raise ValueError(
+                f"the config of {name} is an extended model's, which that model may still use: its attention is "
+                f"{implementation!r}. Build this model from a config that was loaded again "
+                "(AutoConfig.from_pretrained)."
+            )
         if implementation not in call.IMPLEMENTATIONS:
             raise ValueError(
                 f"{name} uses {implementation!r} attention, but in-attention RoPE supports only "

@@ -514,6 +514,30 @@ def test_a_pass_that_fails_to_append_is_repeated_or_refused(
             model(rows()[0][None, 70:71], past_key_values=cache)
 
 
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("n_read", [0, 62])
+def test_a_pass_that_is_interrupted_between_layers_is_refused_until_each_is_cropped(method: str, n_read: int) -> None:
+    """The kernel would end the process, or logits would be wrong."""
+    model, cache, batch = extended(method), DynamicCache(), {"input_ids": rows()[0][None]}
+    if n_read:
+        read(model, batch, cache, [n_read])
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].self_attn.register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(rows()[0][None, n_read : n_read + 5], past_key_values=cache)
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"layer 1 has .*a forward pass was interrupted.*crop each of"):
+        model(rows()[0][None, n_read : n_read + 5], past_key_values=cache)
+    if n_read:
+        for layer in cache.layers:
+            layer.crop(n_read - int(layer.get_seq_length()))
+        found = read(model, batch, cache, [5] * 3)
+        assert_rows(found, [truth(method)[0][n_read : n_read + 15]])
+
+
 INTERRUPTED = {
     "crop": (-1,),
     "reorder_cache": (torch.tensor([0]),),

@@ -253,6 +253,25 @@ def test_a_mask_of_four_dimensions_is_honoured(method: str) -> None:
         assert_rows(found, truth(method), batch["attention_mask"])
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float64).min, -torch.inf])
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_a_query_without_keys_takes_nothing_from_others(lowest: float, with_grad: bool) -> None:
+    """In tiles and in one softmax: tokens move no logit of padding before them, and nothing is NaN."""
+    model, ids = extended("rerope"), rows()[0][None, :100]
+    mask = torch.ones(100, 100).tril()
+    mask[:20] = mask[:, :20] = 0
+    added = torch.zeros(1, 1, 100, 100).double().masked_fill(mask == 0, lowest)
+    at = {"attention_mask": added, "position_ids": (torch.arange(100) - 20).clamp(min=0)[None], "use_cache": False}
+    with torch.set_grad_enabled(with_grad):
+        found, alone = model(ids, **at).logits, model(ids[:, 20:], use_cache=False).logits
+        torch.testing.assert_close(found[:, 20:], alone, rtol=0, atol=1e-9)
+        assert bool(found.isfinite().all())
+        if not with_grad:
+            ids[0, 30] = ids[0, 30] % 100 + 5
+            torch.testing.assert_close(model(ids, **at).logits[:, :20], found[:, :20], rtol=0, atol=0)
+
+
 @torch.no_grad()
 def test_the_base_model_takes_its_arguments_in_order_and_embeddings_for_tokens() -> None:
     model, ids = extended("dynamic_ntk"), rows()[0][None]

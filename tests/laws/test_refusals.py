@@ -732,6 +732,23 @@ def test_a_config_is_refused_for_the_same_reasons(arguments: Any, message: str) 
     assert config.to_dict() == before
 
 
+@pytest.mark.parametrize("method", ["self_extend", "dynamic_ntk"])
+def test_a_model_built_from_the_config_of_one_extended_in_attention_is_not_called_extended(method: str) -> None:
+    extended = extend_context(tiny_model("llama"), 4, method)
+    built = type(extended)(extended.config)
+    before = dict(vars(built.config))
+    with pytest.raises(ValueError, match=r"built from the config alone is not extended.*original 64 tokens"):
+        extend_context(built, 4, method)
+    with pytest.raises(ValueError, match=r"attention is 'in_attention_sdpa'.*AutoConfig.from_pretrained"):
+        extend_context(built, 4, method, existing="replace")
+    assert dict(vars(built.config)) == before
+
+
+def test_longrope2_is_named_as_a_search() -> None:
+    with pytest.raises(ValueError, match="ctxext fit --by longrope2"):
+        extend_context(tiny_model("llama"), 4, "longrope2")
+
+
 def test_extend_config_leaves_its_argument_alone() -> None:
     config = tiny_config("qwen3_5")
     before = config.to_dict()
