@@ -487,7 +487,7 @@ class Call:
                 layer, ("tiles", mask, n_keys), lambda: _tiles_of_branches(branches, positions, places, mask)
             )
             if of_branch is not None:
-                joined = Joined(softmax, query)
+                joined = Joined(softmax, query, bands=self.shared(layer, "bands", dict))
                 for index, branch in enumerate(branches):
                     if of_branch[index]:
                         block = turned(query, ("at", index), branch.query, positions)

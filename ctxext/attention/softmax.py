@@ -165,12 +165,15 @@ def windows_of_mask(mask: Float[Tensor, "1 heads row key"], n_windows: int) -> F
 class Joined:
     """The attention of queries, gathered tile by tile: outputs are averaged by the sum of their exponentiated scores.
 
+    Args:
+        bands: the masks of bands by their size, which layers share.
+
     Attributes:
         output: of shape (batch, heads, query, dim); 0 for a query without keys.
         total: the log-sum-exp of each query's scores so far, of shape (batch, heads, query).
     """
 
-    def __init__(self, softmax: Softmax, query: Tensor) -> None:
+    def __init__(self, softmax: Softmax, query: Tensor, bands: dict[Any, Tensor] | None = None) -> None:
         self.softmax = softmax
         batch, heads, n_queries, dim = query.shape
         # As attention functions return it. In float32, as each tile rounds what it adds to.
@@ -178,7 +181,7 @@ class Joined:
         self.output = query.new_zeros((batch, n_queries, heads, dim), dtype=dtype).transpose(1, 2)
         self.total = query.new_full((batch, heads, n_queries), float("-inf"), dtype=dtype)
         self._begun = torch.zeros((batch, n_queries), dtype=torch.bool)
-        self._bands: dict[tuple[int, int], Tensor] = {}
+        self._bands = {} if bands is None else bands
 
     def add(
         self,
@@ -224,9 +227,10 @@ class Joined:
 
     def _band(self, n_rows: int, n_columns: int, like: Tensor) -> Tensor:
         """The additive mask of a tile that is a band, of shape (1, 1, rows, columns)."""
-        if (n_rows, n_columns) not in self._bands:
-            self._bands[n_rows, n_columns] = band(n_columns - n_rows + 1, n_rows, like)[..., 1:].contiguous()
-        return self._bands[n_rows, n_columns]
+        size = n_rows, n_columns, like.dtype
+        if size not in self._bands:
+            self._bands[size] = band(n_columns - n_rows + 1, n_rows, like)[..., 1:].contiguous()
+        return self._bands[size]
 
     def result(self, dtype: torch.dtype) -> Float[Tensor, "batch query heads dim"]:
         if self.softmax.sinks is not None:

@@ -12,7 +12,7 @@ from in_attention_reference import METHODS, N_TOKENS, extended, padded, read, ro
 from torch import Tensor
 from transformers import DynamicCache
 
-from ctxext.attention import masks, tiles
+from ctxext.attention import masks, softmax, tiles
 from ctxext.attention.softmax import Joined, Softmax
 from ctxext.encodings.rope import RopeGeometry
 from ctxext.methods import make_method
@@ -123,6 +123,19 @@ def test_a_prefill_in_tiles_is_one_softmax_and_makes_no_mask(
     for cache, sizes in ((None, [N_TOKENS]), (DynamicCache(config=model.config), chunks)):
         found = read(model, inputs, cache, sizes)
         torch.testing.assert_close(found[mask], want[mask], rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_layers_share_the_masks_of_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def band(window: int, size: int, like: Tensor) -> Tensor:
+        made.append((window, size))
+        return masks.band(window, size, like)
+
+    monkeypatch.setattr(softmax, "band", band)
+    extended("self_extend")(rows()[0][None], use_cache=False)
+    assert 0 < len(made) == len(set(made))
 
 
 TILES = [
