@@ -27,7 +27,7 @@ def finetune(
     if path.is_dir():
         raise IsADirectoryError(f"{config} is a folder. Pass a YAML file, such as one of {recipes / 'configs'}.")
     if not path.is_file():
-        path = recipes / "configs" / f"{config}.yaml"
+        path = recipes / "configs" / f"{config.removesuffix('.yaml')}.yaml"
     if not path.is_file():
         from ctxext.hub.checkpoint import near_path
 

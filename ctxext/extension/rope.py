@@ -264,7 +264,7 @@ def _extended(
     if unchanged and whole is method:
         raise ValueError(
             f"{method!r} changes nothing: every frequency and the attention factor stay the same. "
-            "Pass a larger factor or length, or other options."
+            "Pass other options, or a larger factor or length."
         )
     return extended
 

@@ -44,6 +44,8 @@ class ContextMethod(ABC):
     aliases: ClassVar[tuple[str, ...]]
     # Whether it changes a model within its trained length, so that factor 1 means something.
     changes_trained: ClassVar[bool] = False
+    # Where to get the options that have no default, for errors.
+    source_of_required: ClassVar[str] = ""
     paper: ClassVar[Paper]
     encoding: ClassVar[str]
     training: ClassVar[str] = "zero-shot or fine-tuned"
@@ -429,7 +431,8 @@ def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
     missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(
-            f"method {cls.name!r} needs {', '.join(missing)}. Pass {', '.join(f'{name}=...' for name in missing)}."
+            f"method {cls.name!r} needs {', '.join(missing)}. Pass {', '.join(f'{name}=...' for name in missing)}"
+            f"{cls.source_of_required}."
         )
     return cls(factor=factor, **options)
 

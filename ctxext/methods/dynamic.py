@@ -128,6 +128,7 @@ class LongRoPE(RopeScaling):
     """
 
     paper: ClassVar[Paper] = Paper("LongRoPE", 2024, "https://arxiv.org/abs/2402.13753")
+    source_of_required: ClassVar[str] = ", which `ctxext fit` finds"
 
     long_factor: tuple[float, ...]
     short_factor: tuple[float, ...] | None = None

@@ -988,7 +988,7 @@ def test_a_class_of_the_same_name_in_another_module_does_not_replace_ours():
         ("zzz", {}, "unknown method 'zzz'. Known: pi"),
         ("yarn", {"beta_fats": 16}, "method 'yarn' has no option 'beta_fats'; did you mean 'beta_fast'\\?"),
         ("linear", {"beta_fast": 16}, "method 'pi' has no option 'beta_fast'. It takes none."),
-        ("longrope", {}, "method 'longrope' needs long_factor. Pass long_factor=..."),
+        ("longrope", {}, "method 'longrope' needs long_factor. Pass long_factor=..., which `ctxext fit` finds."),
     ],
 )
 def test_unknown_and_missing_words_are_named_with_a_remedy(name, options, message):

@@ -637,9 +637,10 @@ def test_the_estimate_stands_beside_what_was_used(whole: Path) -> None:
     assert figures["estimated"]["peak_bytes"] == pytest.approx(figures["took"]["peak_bytes"], rel=0.5)
 
 
-def test_the_command_line_takes_a_config_by_name() -> None:
+@pytest.mark.parametrize("config", ["tiny_yarn_4x", "tiny_yarn_4x.yaml"])
+def test_the_command_line_takes_a_config_by_name(config: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "ctxext", "finetune", "--config", "tiny_yarn_4x", "training.step=1"],
+        [sys.executable, "-m", "ctxext", "finetune", "--config", config, "training.step=1"],
         capture_output=True,
         text=True,
     )
