@@ -131,6 +131,7 @@ class Call:
         self.rotary = rotary
         self.positions = positions
         self.cache = cache
+        self.incoming: keys.Incoming | None = None
         self.outer: Any = None  # the call within which this one runs, of layers that drop keyword arguments
         # Values that layers share are computed by the first one that needs them.
         self._shared: dict[Any, Any] = {}
@@ -176,9 +177,8 @@ class Call:
         n_queries, n_keys = query.shape[2], key.shape[2]
         if isinstance(mask, BlockMask) and mask.shape[3] != n_keys:
             raise RuntimeError(
-                f"layer {module.layer_idx} has {n_keys} keys, but the mask is of {mask.shape[3]}: a forward pass was "
-                "interrupted, or one layer of the cache was changed alone. Start from an empty cache, or crop each of "
-                "cache.layers to one length."
+                f"layer {module.layer_idx} has {n_keys} keys, but the mask is of {mask.shape[3]}: one layer of the "
+                "cache was changed alone. Start from an empty cache, or crop each of cache.layers to one length."
             )
         places = self._places(module, key)
         store = self._store(module, key)
@@ -684,11 +684,11 @@ class BeforeForward:
                 "supported. Leave it out."
             )
         positions = positions.to(tokens.device).expand(tokens.shape[0], -1)
-        if cache is not None:
-            keys.expect(cache, positions, rotary.owner, self.n_layers)
+        incoming = None if cache is None else keys.expect(cache, positions, rotary.owner, self.n_layers)
         if isinstance(given.get("attention_mask"), BlockMask):
             given["attention_mask"] = given["attention_mask"].whole()
         call = given[KEYWORD] = Call(rotary, positions, cache)
+        call.incoming = incoming
         if self.relays:
             if base.training and getattr(base, "gradient_checkpointing", False):
                 raise ValueError(
@@ -717,6 +717,14 @@ class BeforeForward:
             if use_cache and not (base.training and getattr(base, "gradient_checkpointing", False)):
                 cache = given["past_key_values"] = DynamicCache(config=base.config)
         return cache
+
+
+class Finish:
+    """Forward hook of the base model: tells the cache that all layers have run."""
+
+    def __call__(self, base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs[KEYWORD].incoming is not None:
+            kwargs[KEYWORD].incoming.finished = True
 
 
 class AfterForward:

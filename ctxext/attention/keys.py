@@ -56,10 +56,12 @@ class Incoming:
 
     Attributes:
         positions: of shape (batch, tokens).
+        finished: whether the pass that computes these keys came to its end.
     """
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
+        self.finished = False
         self._stored: tuple[Tensor | None, dict[str, Any], Tensor] | None = None
 
     def store_in(self, places: Any, device: torch.device) -> Tensor:
@@ -261,11 +263,14 @@ def _places_for(layer: Any) -> CacheLayerMixin:
     )
 
 
-def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
+def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> Incoming:
     """Prepare `cache` for a forward pass at `positions` (batch, tokens), under the extension `owner`.
 
-    Raises ValueError if it holds keys from before the extension, or from another one.
+    Raises ValueError if it holds keys from before the extension, or from another one; RuntimeError if only some of its
+    layers hold those of an interrupted pass.
     """
+    if not torch.compiler.is_compiling():
+        _refuse_interrupted(cache)
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) < n_layers:
             cache.layers.append(cache.layer_class_to_replicate())
@@ -295,6 +300,22 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> None:
         else:
             continue  # linear attention has no keys
         layer.incoming = incoming
+    return incoming
+
+
+def _refuse_interrupted(cache: Cache) -> None:
+    """Raise RuntimeError if the last pass stored the keys of some layers only, and these were not cropped since."""
+    layers = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, PositionedLayer)}
+    waiting = [i for i, each in layers.items() if each.incoming is not None and not each.incoming.finished]
+    if not waiting or len(waiting) == len(layers):
+        return
+    sizes = {index: int(layer.get_seq_length()) for index, layer in layers.items()}  # type: ignore[attr-defined]
+    other = next((index for index in layers if sizes[index] != sizes[waiting[0]]), None)
+    if other is not None:
+        raise RuntimeError(
+            f"layer {waiting[0]} has {sizes[waiting[0]]} keys, but layer {other} has {sizes[other]}: a forward pass "
+            "was interrupted. Start from an empty cache, or crop each of cache.layers to one length."
+        )
 
 
 def last_positions(cache: Cache) -> Tensor | None:

@@ -273,4 +273,5 @@ class Rows:
             if self.mask.is_causal and columns.stop <= first + 1:
                 return None
             return self.mask.part(self.rows, columns).whole()
-        return self.mask[:, :, self.rows, columns]
+        every = self.mask if self.mask.shape[2] > 1 else self.mask.expand(-1, -1, self.rows.stop, -1)
+        return every[:, :, self.rows, columns]

@@ -90,7 +90,9 @@ class Softmax:
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
         mask, lowest = rows.block(slice(0, n_keys)), torch.finfo(scores.dtype).min
+        unseen: Any = None
         if mask is not None:
+            unseen = _without_keys(mask)
             # Finite, so that a row without keys is not NaN.
             scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask.clamp(min=lowest)
         if self.sinks is not None:
@@ -102,7 +104,10 @@ class Softmax:
         grouped = weights.view(batch * key_heads, -1, n_keys)
         # Head by head: in 16 bits, torch's batched product would copy the values of a cache with slots to spare.
         found = torch.stack([w @ v for w, v in zip(grouped, value[:, :, :n_keys].flatten(0, 1))])
-        return found.view(batch, heads, n_rows, value.shape[-1]).transpose(1, 2)
+        found = found.view(batch, heads, n_rows, value.shape[-1])
+        if unseen is not None:
+            found = found.masked_fill(unseen[..., None], 0.0)
+        return found.transpose(1, 2)
 
     def of_branches(
         self,
@@ -198,6 +203,8 @@ class Joined:
         """
         for tile in tiles:
             q, k, v = query[tile.batch, :, tile.rows], *(x[tile.batch, :, tile.columns] for x in (key, value))
+            if q.dtype != v.dtype:  # under autocast, which does not reach the kernel
+                q, k = q.to(v.dtype), k.to(v.dtype)
             if tile.shape == "upper":  # "lower", if both are read backwards
                 q, k, v = (x.flip(2) for x in (q, k, v))
             used, unseen = None, None
@@ -259,6 +266,11 @@ def _flash(
 def _additive(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A bool or additive mask as a kernel takes it, and which of its rows have no keys."""
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf")), ~mask.any(-1)
+        return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf")), _without_keys(mask)
     mask = mask.to(dtype)
-    return mask, ~(mask > torch.finfo(dtype).min).any(-1)
+    return mask, _without_keys(mask)
+
+
+def _without_keys(mask: Tensor) -> Tensor:
+    """Which rows of a bool or additive mask have no keys: bool of its shape but for the last dimension."""
+    return ~(mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min).any(-1)

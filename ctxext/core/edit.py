@@ -67,6 +67,7 @@ class Undo:
                     for key in [key for key, each in hooks.items() if each is self.old]:
                         del hooks[key]
                         module._forward_pre_hooks_with_kwargs.pop(key, None)
+                        module._forward_hooks_with_kwargs.pop(key, None)
                         module._forward_hooks_always_called.pop(key, None)
 
 
@@ -142,9 +143,9 @@ class Edit:
         module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
         self.undos.append(Undo(path, "hook", "", hook))
 
-    def add_forward_hook(self, path: str, hook: Any) -> None:
-        """Run `hook` after each forward pass of a module, or the error that ended it."""
-        self.model.get_submodule(path).register_forward_hook(hook, always_call=True)
+    def add_forward_hook(self, path: str, hook: Any, **options: bool) -> None:
+        """Run `hook` after each forward pass of a module; `options` as torch's `register_forward_hook` takes them."""
+        self.model.get_submodule(path).register_forward_hook(hook, **options)
         self.undos.append(Undo(path, "hook", "", hook))
 
     def remove_hook(self, hook: Any) -> None:

@@ -57,8 +57,8 @@ class InAttentionProof(Proof):
     def __str__(self) -> str:
         return (
             f"with unscaled frequencies, queries, keys (error {self.rotation_error:.1e}) and output (error "
-            f"{self.output_error:.1e}) match the stock model's; beyond the trained length the method changes the "
-            f"output (by {self.effect:.1e})"
+            f"{self.output_error:.1e}) match the stock model's; up to the target the method changes the output (by "
+            f"{self.effect:.1e})"
         )
 
     def fault(self, name: str, summary: str) -> str | None:
@@ -217,8 +217,9 @@ class RotateInAttention(Patch):
             raise ValueError(f"{self._name(model)} has no RoPE layer that attends beyond the trained length.")
         hook = call.BeforeForward(base, leaf, int(config.num_hidden_layers), looker.dropped)
         edit.add_forward_pre_hook(parent, hook, with_kwargs=True)
+        edit.add_forward_hook(parent, call.Finish(), with_kwargs=True)
         if looker.dropped:
-            edit.add_forward_hook(parent, call.AfterForward(leaf))
+            edit.add_forward_hook(parent, call.AfterForward(leaf), always_call=True)
 
     def prove(self, model: Any, before: Seen) -> InAttentionProof:
         parent, leaf = _base_of(model, before.sites[0])

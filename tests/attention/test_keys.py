@@ -539,6 +539,31 @@ def test_a_pass_that_fails_to_append_is_repeated_or_refused(
             model(rows()[0][None, 70:71], past_key_values=cache)
 
 
+@pytest.mark.parametrize("n_new", [1, 7])
+@pytest.mark.parametrize("case", ["padded", "static", "gemma2"])
+@pytest.mark.parametrize("method", KINDS)
+def test_an_interrupted_pass_is_refused_whatever_the_mask(method: str, case: str, n_new: int) -> None:
+    """Masks of single padded tokens and static caches are matrices, and layers with windows have masks of their own."""
+    model, batch = (
+        extended(method, "gemma2" if case == "gemma2" else "llama"),
+        padded([row[:80] for row in rows()], "left"),
+    )
+    cache = StaticCache(config=model.config, max_cache_len=ROOM) if case == "static" else DynamicCache()
+    if case == "gemma2":
+        batch = {"input_ids": batch["input_ids"][:1]}
+    read(model, batch, cache, [70])
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, batch, cache, [n_new])
+    hook.remove()
+    with pytest.raises(RuntimeError, match=r"layer 1 has 70 keys, but layer 0 has 7\d: a forward pass was interrupted"):
+        read(model, batch, cache, [n_new])
+
+
 @pytest.mark.parametrize("method", KINDS)
 @pytest.mark.parametrize("n_read", [0, 62])
 def test_a_pass_that_is_interrupted_between_layers_is_refused_until_each_is_cropped(method: str, n_read: int) -> None:

@@ -254,22 +254,54 @@ def test_a_mask_of_four_dimensions_is_honoured(method: str) -> None:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("lowest", [torch.finfo(torch.float64).min, -torch.inf])
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float64).min, -torch.inf, None])
 @pytest.mark.parametrize("with_grad", [False, True])
-def test_a_query_without_keys_takes_nothing_from_others(lowest: float, with_grad: bool) -> None:
+@pytest.mark.parametrize("method", ["rerope", "self_extend", "dca", "string"])
+def test_a_query_without_keys_takes_nothing_from_others(method: str, lowest: float | None, with_grad: bool) -> None:
     """In tiles and in one softmax: tokens move no logit of padding before them, and nothing is NaN."""
-    model, ids = extended("rerope"), rows()[0][None, :100]
-    mask = torch.ones(100, 100).tril()
-    mask[:20] = mask[:, :20] = 0
-    added = torch.zeros(1, 1, 100, 100).double().masked_fill(mask == 0, lowest)
-    at = {"attention_mask": added, "position_ids": (torch.arange(100) - 20).clamp(min=0)[None], "use_cache": False}
+    model, ids = extended(method), rows()[0][None, :100].clone()
+    seen = torch.ones(1, 1, 100, 100).bool().tril()
+    seen[..., :20, :] = seen[..., :20] = False
+    mask = seen if lowest is None else torch.zeros(seen.shape).double().masked_fill(~seen, lowest)
+    at = {"attention_mask": mask, "position_ids": (torch.arange(100) - 20).clamp(min=0)[None], "use_cache": False}
     with torch.set_grad_enabled(with_grad):
         found, alone = model(ids, **at).logits, model(ids[:, 20:], use_cache=False).logits
         torch.testing.assert_close(found[:, 20:], alone, rtol=0, atol=1e-9)
         assert bool(found.isfinite().all())
-        if not with_grad:
-            ids[0, 30] = ids[0, 30] % 100 + 5
-            torch.testing.assert_close(model(ids, **at).logits[:, :20], found[:, :20], rtol=0, atol=0)
+        ids[0, 30] = ids[0, 30] % 100 + 5
+        torch.testing.assert_close(model(ids, **at).logits[:, :20], found[:, :20], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_reaches_every_way_through_attention(method: str) -> None:
+    """Values are in bfloat16, and what cos and sin of float32 have rotated is not."""
+    model, ids = extended(method).float(), rows()[0][None]
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+    for cache, sizes, with_grad in (
+        (None, [N_TOKENS], True),
+        (None, [N_TOKENS], False),
+        (DynamicCache(), CHUNKS, False),
+    ):
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(with_grad):
+            found = read(model, {"input_ids": ids}, cache, sizes)
+        assert float((found - want).norm() / want.norm()) < 0.03
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["bool", "additive", "holes"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mask_that_all_queries_share_is_that_of_each(method: str, kind: str) -> None:
+    model, ids = extended(method), rows()[0][None]
+    seen = torch.ones(1, 1, 1, N_TOKENS).bool()
+    seen[..., :3] = False
+    seen[..., 40:50:3] = kind != "holes"
+    mask = torch.zeros(seen.shape).double().masked_fill(~seen, -torch.inf) if kind == "additive" else seen
+    found, want = (
+        model(ids, attention_mask=each, use_cache=False).logits
+        for each in (mask, mask.expand(-1, -1, N_TOKENS, -1).contiguous())
+    )
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
