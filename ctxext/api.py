@@ -17,7 +17,7 @@ from ctxext.extension.request import plan_extension
 from ctxext.extension.saving import saver
 from ctxext.extension.trainer_hooks import watch_trainers
 from ctxext.methods import ContextMethod, RopeScaling
-from ctxext.models.metadata import Existing
+from ctxext.models.metadata import Existing, live_mark
 from ctxext.models.text_config import text_config_of
 
 if TYPE_CHECKING:
@@ -116,8 +116,10 @@ def restore_context(model: Model) -> Model:
     Raises:
         RuntimeError: the model is not extended.
     """
-    transformers_model(model)  # raises if it is not one
+    inner = transformers_model(model)  # raises if it is not one
     owner = extended_model(model)
+    if owner is None and live_mark(text_config_of(inner.config)):
+        raise RuntimeError("this model was loaded from a folder that was saved extended. Load the original instead.")
     if owner is None:
         raise RuntimeError("this model is not extended by ctxext; there is nothing to restore.")
     restore(owner, owner.__dict__[ATTRIBUTE])
@@ -146,8 +148,11 @@ def extend_config(
     Raises:
         ValueError: as `extend_context`, or if a config alone cannot express the extension.
     """
-    if isinstance(config, nn.Module):
-        raise TypeError(f"expected a config, got {type(config).__name__}. Pass model.config, or use extend_context.")
+    if isinstance(config, nn.Module) or not hasattr(config, "get_text_config"):
+        raise TypeError(
+            f"expected a config, got {type(config).__name__}. Pass model.config or AutoConfig.from_pretrained(path). "
+            "For a model, use extend_context."
+        )
     plan = plan_extension(config, factor, method, **options)
     if plan.method is not None and not plan.is_portable:
         pin = ", or freeze it with length=" if plan.in_attention and isinstance(plan.method, RopeScaling) else ""

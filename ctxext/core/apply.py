@@ -232,7 +232,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     found = next((m for m in modules if isinstance(m, PreTrainedModel)), None)
     if found is None:
-        remedy = "For a config alone, use extend_config."
+        remedy = "Pass the model itself (of a pipeline, its .model); for a config alone, use extend_config."
         if isinstance(model, (str, Path)):
             remedy = "Load it first with AutoModelForCausalLM.from_pretrained."
         raise TypeError(

@@ -57,9 +57,13 @@ def running(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+        remedy = "Extend it before it is sharded or wrapped, on one device."
+        if len(dtypes) > 1 and "dtype" in str(error):
+            remedy = f"Its weights are in {' and '.join(sorted(dtypes))}: convert it with model.to(dtype)."
         raise RuntimeError(
             f"{type(model).__name__} could not run the forward pass that verifies the patch ({type(error).__name__}: "
-            f"{error}). Extend it before it is sharded or wrapped, on one device."
+            f"{error}). {remedy}"
         ) from error
 
 

@@ -13,6 +13,7 @@ from ctxext.extension.request import check_on_paper, encoding_of, plan_extension
 from ctxext.models.checkpoints import Checkpoint
 from ctxext.models.config_fields import check_config
 from ctxext.models.context import ContextFacts, has_rope, no_encoding, read_context
+from ctxext.models.families import is_encoder
 from ctxext.models.metadata import Lengths, live_mark, summary_of
 from ctxext.models.rope_tables import attention_layers, head_dim, key_value_heads, span_of
 from ctxext.models.text_config import text_config_of
@@ -150,9 +151,13 @@ def _layer_types(facts: ContextFacts) -> tuple[LayerType, ...]:
     return tuple(found)
 
 
-def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int:
-    """Bytes of the KV cache of one sequence. Sliding layers count their window; linear attention and layers that share
-    another layer's keys count nothing."""
+def kv_cache_bytes(text_config: Any, n_tokens: int, bytes_each: int) -> int | None:
+    """Bytes of the KV cache of one sequence; None for an encoder, which has none.
+
+    Sliding layers count their window; linear attention and layers that share another layer's keys count nothing.
+    """
+    if is_encoder(text_config):
+        return None
     total, layers = 0, attention_layers(text_config)
     for layer in layers[: len(layers) - (getattr(text_config, "num_kv_shared_layers", None) or 0)]:
         several = getattr(text_config, "is_heterogeneous", False)  # sizes differ between layer types

@@ -27,7 +27,7 @@ from ctxext.methods import (
 )
 from ctxext.methods.change import ROUNDING, score_change
 from ctxext.models.context import ContextFacts, read_context
-from ctxext.models.families import family_of
+from ctxext.models.families import family_of, is_encoder
 from ctxext.models.metadata import Existing, Lengths, by_own_names
 from ctxext.models.rope_tables import ZERO_FREQUENCY, RopeTable, head_dim, length_limit
 from ctxext.patches.rotary import ReplaceRotary
@@ -297,6 +297,7 @@ def _refuse_in_attention(facts: ContextFacts, existing: Existing, method: RopeMe
         "is an encoder-decoder model, which in-attention RoPE does not support": getattr(
             config, "is_encoder_decoder", False
         ),
+        "is an encoder, and in-attention RoPE needs a causal language model": is_encoder(config),
         "has a sin/cos table in each layer (embed_positions) and no rotary embedding to replace": family.sin_cos_tables,
         "scales its softmax by mscale_all_dim, which in-attention RoPE does not replace": (
             existing == "replace" and facts.softmax_factor != 1.0

@@ -330,10 +330,13 @@ def load(
         `describe_context(model)` describes an extension that its config holds.
 
     Raises:
+        TypeError: `name_or_path` is neither a string nor a path.
         FileNotFoundError: no base was found (the error lists the places), or `name_or_path` holds no model.
         ValueError: the base has other weights; or a ctxext file is malformed, or belongs to another model or adapter.
         RuntimeError: the loaded model's frequencies differ from `ctxext.json`.
     """
+    if not isinstance(name_or_path, (str, Path)):
+        raise TypeError(f"expected a folder or a hub name, got {type(name_or_path).__name__}.")
     folder = _folder(name_or_path, revision)
     if _is_adapter(folder):
         return _load_adapter(_found(folder), is_trainable, **from_pretrained)

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import OutOfMemoryError
 
@@ -237,10 +238,14 @@ def load_model(folder: Path, auto: Any = None, **from_pretrained: Any) -> Any:
             are read only with `use_safetensors=False`.
 
     Raises:
-        ValueError: it holds pickled weights alone, transformers rejects it, or as `read_config` and `check_weights`.
+        ValueError: it holds pickled weights alone, transformers rejects it, `dtype` is none, or as `read_config` and
+            `check_weights`.
         OSError: it has no weights.
     """
     from_pretrained.setdefault("trust_remote_code", False)  # transformers asks on the terminal otherwise
+    dtype = from_pretrained.get("dtype", "auto")
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype must be a torch dtype or its name, such as 'bfloat16', got {dtype!r}.")
     if "config" not in from_pretrained:
         read_config(folder, trust_remote_code=from_pretrained["trust_remote_code"])
     from_pretrained.setdefault("use_safetensors", True)

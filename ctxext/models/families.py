@@ -97,6 +97,14 @@ FAMILIES: dict[str, Family] = {
 # fmt: on
 
 
+def is_encoder(config: Any) -> bool:
+    """Whether transformers has masked language models of this type, but no causal ones (ModernBERT)."""
+    from transformers.models.auto import modeling_auto
+
+    masked, causal = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return config.model_type in masked and config.model_type not in causal
+
+
 def family_of(text_config: Any) -> Family:
     """The row of a text config's model type."""
     return FAMILIES.get(text_config.model_type.removesuffix("_text"), STANDARD)

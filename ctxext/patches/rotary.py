@@ -350,8 +350,9 @@ def output_error(
     """
     positions = torch.tensor([[0, 1, 7, 100]])
     device = getattr(module, of_label(label, "inv_freq")).device
+    hidden = torch.zeros(1, 1, 1, dtype=torch.float32, device=device)  # of whose dtype cos and sin are returned
     with torch.no_grad():
-        output = module(torch.zeros(1, 1, 1, device=device), positions.to(device), *([label] if label else []))
+        output = module(hidden, positions.to(device), *([label] if label else []))
     cos, sin = cos_sin(positions, inv_freq, attention_factor)
     if isinstance(output, Tensor):
         if not output.is_complex():

@@ -52,6 +52,14 @@ def test_code_in_a_checkpoint_is_neither_run_nor_offered(command: str, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
 
 
+def test_a_wrong_argument_of_load_is_not_blamed_on_the_folder(source: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype must be a torch dtype or its name, such as 'bfloat16', got 'bf16'"):
+        ctxext.load(source, dtype="bf16")
+    assert ctxext.load(source, dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="expected a folder or a hub name, got LlamaForCausalLM"):
+        ctxext.load(tiny_model("llama"))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_extended_folder_is_the_model_extended_live_and_saved(family: str, tmp_path: Path) -> None:
     model, ids = tiny_model(family), token_ids(150)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,30 @@ def test_a_failing_forward_pass_undoes_the_patch(llama: Any, monkeypatch: pytest
     assert_unchanged(llama, before)
 
 
+def test_weights_of_several_dtypes_are_named(llama: Any) -> None:
+    llama.bfloat16().model.norm.float()
+    before = snapshot(llama, run=False)
+    with pytest.raises(RuntimeError, match=r"weights are in bfloat16 and float32: convert it with model.to\(dtype\)"):
+        extend_context(llama)
+    assert_unchanged(llama, before)
+
+
+def test_another_default_dtype_is_no_reason_to_refuse(llama: Any) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        extend_context(llama, 4, "yarn")
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_was_loaded_extended_is_not_restored(llama: Any, tmp_path: Path) -> None:
+    extend_context(llama, 4, "yarn").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"saved extended\. Load the original"):
+        restore_context(loaded)
+
+
 def test_a_half_done_swap_is_undone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(llama)
     with monkeypatch.context() as patch:
@@ -583,6 +608,16 @@ def test_an_encoder_decoder_is_refused() -> None:
             plan_extension(config, method=method)
 
 
+@pytest.mark.parametrize("model_type", ["modernbert", "eurobert"])
+def test_an_encoder_is_refused_in_attention_from_its_config(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    for method in ("dynamic_ntk", "self_extend"):
+        with pytest.raises(ValueError, match=r"\(model_type '.*bert'\) is an encoder.*needs a causal.*'yarn'"):
+            plan_extension(config, factor=4, method=method)
+    assert describe_context(config).kv_cache_bytes is None
+    assert plan_extension(config, factor=4, method="yarn").is_portable
+
+
 @pytest.mark.parametrize("name", ["paged|eager", "flash_attention_2", "flash_attention_3"])
 def test_another_attention_implementation_is_refused_with_the_remedy(llama: Any, name: str) -> None:
     llama.config._attn_implementation_internal = name  # transformers refuses those without a kernel
@@ -762,9 +797,10 @@ def test_extend_config_leaves_its_argument_alone() -> None:
 
 @pytest.mark.parametrize("wrong", ["path", None])
 def test_what_is_no_config_is_named(wrong: str | None) -> None:
-    for use in (describe_context, lambda config: extend_config(config, factor=4)):
-        with pytest.raises(TypeError, match="expected a model or a transformers config"):
-            use(wrong)
+    with pytest.raises(TypeError, match="expected a model or a transformers config"):
+        describe_context(wrong)
+    with pytest.raises(TypeError, match=r"expected a config, got (str|NoneType)\. Pass .*AutoConfig"):
+        extend_config(wrong, factor=4)
 
 
 def test_a_word_is_not_taken_for_true() -> None:
