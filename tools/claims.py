@@ -42,7 +42,8 @@ def claims(text: str) -> list[str]:
 
 def pick(seed: int, count: int = 20) -> list[tuple[str, str]]:
     """`count` claims with their pages, at most `MOST` of one page."""
-    everything = [(page, claim) for page, text in texts().items() for claim in claims(text)]
+    # A footnote that many pages share is one claim.
+    everything = list({claim: (page, claim) for page, text in texts().items() for claim in claims(text)}.values())
     everything.sort(key=lambda each: hashlib.sha256(f"{seed} {each[1]}".encode()).digest())
     chosen: list[tuple[str, str]] = []
     taken: Counter[str] = Counter()

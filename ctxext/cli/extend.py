@@ -63,9 +63,10 @@ def extend(
         print(json.dumps(result.config, indent=2, ensure_ascii=False))
         return
     sizes = {"linked": result.linked_bytes, "copied": result.copied_bytes}
-    how = ", ".join(f"{size_in_words(size)} {word}" for word, size in sizes.items() if size) or "no weights"
+    how = ", ".join(f"{size_in_words(size)} {word}" for word, size in sizes.items() if size)
     loads = common.loaded_by(result.output)
     weighs = weights_in(result.output)
+    how = how or ("weights rewritten" if weighs else "no weights")
     said = f"{loads} loads it." if weighs else f"there were no weights to copy; once they are added, {loads} loads it."
     common.say(f"wrote {result.output} ({how}); {said}")
     common.say_servers(result.output)

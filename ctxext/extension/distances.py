@@ -33,11 +33,11 @@ class Distances:
     @property
     def summary(self) -> str:
         """What the chart shows, in a sentence."""
-        kept = (self.effective != self.true).nonzero()
-        exact = int(self.true[int(kept[0])]) if len(kept) else int(self.true[-1]) + 1
+        changed = (self.effective != self.true).nonzero()
+        exact = int(self.true[int(changed[0]) - 1 if len(changed) else -1])
         return (
-            f"Distances below {exact:,} tokens are exact. The largest is {float(self.effective.max()):,.0f} instead of "
-            f"{int(self.true[-1]):,}."
+            f"Seen from the last token, distances up to {exact:,} tokens are exact. The largest is "
+            f"{float(self.effective.max()):,.0f} instead of {int(self.true[-1]):,}."
         )
 
     def chart(self) -> list[str]:
@@ -55,8 +55,9 @@ class Distances:
 
 
 def distances(method: PositionRemapping, rope: RopeGeometry, length: int, title: str = "", step: int = 1) -> Distances:
-    """The distances of every `step`th key from the last of `length` tokens."""
+    """The distances of every `step`th key, and of the first, from the last of `length` tokens."""
     true = torch.arange(0, length, step)
+    true[-1] = length - 1
     effective = method.distance(rope, torch.tensor(length - 1), length - 1 - true)
     return Distances(title, rope.original_max_position_embeddings, true, effective)
 

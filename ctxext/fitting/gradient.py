@@ -119,7 +119,8 @@ class Fit:
         start: the starting point, one of STARTS.
         tried: the validation losses of every start tried, by name and kind, and their weighted sum.
         history: the seconds and losses of each evaluation.
-        kept_start: whether `method` is the start itself, as the learned one was worse on held-out text.
+        kept_start: whether `method` is the start itself: no step was better, or what they led to was worse on held-out
+            text.
         searched: what a search says of its result, by name.
     """
 
@@ -433,7 +434,7 @@ def fit_by_gradient(
     numbers = best[1]
     fitted = _as_method(ramp.rescale_factors(numbers), ramp.attention_factor(numbers), rope, factor)
     tried["fitted"] = check.losses(model, live, fitted, settings)
-    kept = tried["fitted"]["total"] > tried[start]["total"]
+    kept = not numbers.any() or tried["fitted"]["total"] > tried[start]["total"]
     return Fit(starts[start] if kept else fitted, start, tried, history, kept)
 
 

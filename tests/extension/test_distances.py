@@ -22,7 +22,13 @@ def test_distances_are_those_of_the_equation() -> None:
     assert found.effective.tolist() == by_hand
     exact = next(d for d in range(2048) if by_hand[d] != d)
     assert exact > 128 - 8
-    assert found.summary == f"Distances below {exact} tokens are exact. The largest is {by_hand[-1]} instead of 2,047."
+    assert found.summary == (
+        f"Seen from the last token, distances up to {exact - 1} tokens are exact. The largest is {by_hand[-1]} instead "
+        "of 2,047."
+    )
+    coarse = distances(SelfExtend(factor=4, group_size=8, window=128), ROPE, 2048, step=100)
+    assert (int(coarse.true[-1]), coarse.effective[-1]) == (2047, by_hand[-1])
+    assert "up to 100 tokens are exact" in coarse.summary
 
 
 def test_the_chart_ends_at_the_trained_length_and_has_a_point_in_each_column() -> None:
@@ -38,7 +44,7 @@ def test_the_chart_ends_at_the_trained_length_and_has_a_point_in_each_column() -
 
 
 def test_exact_distances_alone_are_said_to_be_exact() -> None:
-    assert "Distances below 100 tokens are exact" in distances(ReRoPE(factor=4), ROPE, 100).summary
+    assert "distances up to 99 tokens are exact" in distances(ReRoPE(factor=4), ROPE, 100).summary
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from ctxext.cli import commands
 from ctxext.evals.prompts import Prompter
 from ctxext.extension.method_file import SavedMethod, read_saved
 from ctxext.fitting.fit import fit
-from ctxext.fitting.gradient import GradientSettings
+from ctxext.fitting.gradient import RAMPS, GradientSettings
 from ctxext.methods import LongRoPE, make_method
 
 IDS = token_ids(2 * LENGTH)
@@ -81,6 +81,17 @@ def test_the_file_says_what_was_found_and_how(desk: Path) -> None:
     assert about["losses"].keys() == {"yarn", "fitted"}
     assert len(about["history"]) == about["settings"]["evaluations"] == 3
     assert about["text"].startswith("prose.txt ")
+
+
+@pytest.mark.parametrize("start", RAMPS)
+def test_where_no_step_was_better_the_start_is_saved_and_said(desk: Path, tmp_path: Path, start: str) -> None:
+    """One evaluation is that of the start, and rounding does not make it better than itself."""
+    result = run(
+        *("fit", desk / "model", "-o", tmp_path / "start.json", "--text", desk / "prose.txt", "--factor", 2),
+        *("--start", start, "--evaluations", 1, "--rows", 1),
+    )
+    assert f"no better than {start} on held-out text, so {start} itself is saved" in said(result)
+    assert read_saved(tmp_path / "start.json").about["kept_start"]
 
 
 def test_a_search_is_a_fit_by_another_name(desk: Path) -> None:
