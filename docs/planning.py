@@ -377,9 +377,9 @@ def example() -> str:
         "```",
         "",
         f"Weights: {count / 1e9:.1f} billion parameters × 2 bytes = {size(weights)}. With the cache that is "
-        f"{size(kv + weights)}, or {(kv + weights) / 1e9:.1f} GB. A GPU has room for {room / 1e9:.0f} GB, so that "
-        f"takes {gpus_needed(config, length, 2)[0]}. An 8-bit cache takes {size(kv / 2)}: "
-        f"{(kv / 2 + weights) / 1e9:.1f} GB in all, and {gpus_needed(config, length, 1)[0]} is enough for them.",
+        f"{size(kv + weights)}, or {(kv + weights) / 1e9:.1f} GB. One GPU has room for {room / 1e9:.0f} GB: "
+        f"{gpus_needed(config, length, 2)[0]} are needed. An 8-bit cache takes {size(kv / 2)}, with the weights "
+        f"{(kv / 2 + weights) / 1e9:.1f} GB: {gpus_needed(config, length, 1)[0]} is enough.",
     ]
     return "\n".join(lines)
 

@@ -155,7 +155,7 @@ def dynamic_table(file: str, page: str) -> str:
     head = [
         "",
         *(f"loss at {span(band)}" for band in bands),
-        "beyond, relative to static YaRN",
+        "loss beyond the trained length, minus static YaRN's",
         *(f"passkey at {int(length):,}" for length in lengths),
     ]
     rows = [
@@ -462,9 +462,11 @@ def attention_table() -> str:
             figures = [[record["figures"][f"{what}, {method} over stock"] for record in its] for method in methods]
             cells = [", ".join(f"{f['value']:.2f}" + " (missed)" * (not f["ok"]) for f in each) for each in figures]
             rows.append([what, dtype, *cells, bars[methods[0]]])
-    units = "; ".join(f"{dtype}: {', '.join(record['units'] for record in its)}" for dtype, its in by_dtype.items())
-    note = f"Values by CPU units ({units}); from `docs/benchmarks/attention-*.json`."
-    return table(["relative to stock", "", *(f"`{method}`" for method in methods), "target"], rows, note)
+    by_units = {dtype: ", then ".join(record["units"] for record in its) for dtype, its in by_dtype.items()}
+    by_units["float32"] = by_units["float32"].replace("AMX", "AVX-512")  # AMX has no float32
+    units = "; ".join(f"{dtype}: {its}" for dtype, its in by_units.items())
+    note = f"The numbers of a cell, by CPU units: {units}; from `docs/benchmarks/attention-*.json`."
+    return table(["relative to stock", "dtype", *(f"`{method}`" for method in methods), "target"], rows, note)
 
 
 def _engine_records() -> list[dict[str, Any]]:

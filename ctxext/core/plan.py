@@ -158,7 +158,7 @@ def factor_and_target(
     if target_length is not None:
         if not is_count(target_length, 1, MAX_TOKENS):
             raise ValueError(
-                f"target_length must be a number of tokens up to {MAX_TOKENS}, such as 131072, "
+                f"target_length must be a whole number of tokens up to {MAX_TOKENS}, such as 131072, "
                 f"got {shown(target_length)}."
             )
         if factor is None:

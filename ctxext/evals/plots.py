@@ -134,9 +134,10 @@ def plot_pairs(found: Sequence[PairTurns], path: Path) -> None:
             axes.set_ylabel("turns (log scale)")
             axes.set_title(turns.title, loc="left", fontsize=11)
             names = [f"within {turns.trained_length:,} tokens", f"within {turns.target_length:,}, extended"]
-            names.append("the same, at phases never trained")
-            names += ["no longer rotates"] * bool(stopped.any())
-            axes.legend([axes.lines[k] for k in range(len(names))], names, fontsize=8, frameon=False, loc="upper right")
+            names += ["the same, at angles that are new", "no longer rotates"]
+            for line, name in zip(axes.lines, names):
+                line.set_label(name if len(line.get_xdata()) else "")
+            axes.legend(fontsize=8, frameon=False, loc="upper right")
             axes.text(0, 0.75, "no full turn", fontsize=8, color="0.4", va="top")
             axes.spines[["top", "right"]].set_visible(False)
         panels[-1].set_xlabel("pair of rotary dimensions, fastest first")

@@ -64,11 +64,11 @@ class PairTurns:
     def _new_phases(self) -> str:
         n, unfinished, new = len(self.trained), int(self.unfinished.sum()), int(self.new.sum())
         if not unfinished:
-            return f"All {n} pairs complete a turn within {self.trained_length:,} tokens: no phase is new."
-        which = {0: "none of them does", unfinished: "they still do"}.get(new, f"{new} of them do")
+            return f"All {n} pairs complete a turn within {self.trained_length:,} tokens: no angle is new."
+        which = {0: "none does", unfinished: "they still do"}.get(new, f"{new} still {'do' if new > 1 else 'does'}")
         return (
-            f"{unfinished} of {n} pairs complete no turn within {self.trained_length:,} tokens, and unextended reach "
-            f"new phases at {self.target_length:,}. Extended, {which}."
+            f"{unfinished} of {n} pairs complete no turn within {self.trained_length:,} tokens. Without the extension "
+            f"they reach angles at {self.target_length:,} that training never showed; with it, {which}."
         )
 
     def chart(self) -> list[str]:
@@ -96,7 +96,7 @@ class PairTurns:
         lines.append(f"{'':9} └{'─' * width}")
         which = "every pair" if each == 1 else f"one pair in {each}"
         lines.append(f"{'':10} {which}, fastest first: {TRAINED} within {self.trained_length:,} tokens,")
-        lines.append(f"{'':10} {SEEN} extended, within {self.target_length:,}, {NEW} there at phases never trained")
+        lines.append(f"{'':10} {SEEN} extended, within {self.target_length:,} ({NEW}: at angles that are new)")
         return [*lines, self.summary]
 
 

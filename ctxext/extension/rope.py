@@ -74,13 +74,16 @@ class RopePlan(Plan):
     @property
     def figures(self) -> list[tuple[str, str]]:
         now, before, inner = self.extended, self.rope, self.untempered
+        times = None if self.method is None else self.method.query_scaling(before, torch.tensor(self.target_length - 1))
+        own = [] if times is None else [("query scaling", f"queries × {float(times):.4g} at the last token")]
+        own += super().figures
         at = f" at {self.target_length} tokens" if getattr(inner, "is_dynamic", False) else ""
         frequencies = f"{now.inv_freq[0]:.4g} … {now.inv_freq[-1]:.4g} rad/token{at}"
         if isinstance(inner, PositionRemapping):
-            return [("inverse freq.", f"{frequencies}, unchanged"), *super().figures]
+            return [("inverse freq.", f"{frequencies}, unchanged"), *own]
         frequencies += f" (before {before.inv_freq[0]:.4g} … {before.inv_freq[-1]:.4g})"
         factor = f"{now.attention_factor:.6g}{at}"
-        return [("inverse freq.", frequencies), ("attention factor", factor), *super().figures]
+        return [("inverse freq.", frequencies), ("attention factor", factor), *own]
 
     @property
     def options(self) -> dict[str, Any]:

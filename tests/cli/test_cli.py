@@ -97,8 +97,8 @@ def test_describe_draws_the_turns_of_each_pair(checkpoint: Path, tmp_path: Path)
     run = ctxext("describe", checkpoint, "--factor", "2", "--method", "ntk", "--plot", "--figure", figure)
     assert run.returncode == 0, run.stderr
     assert "fastest first: ○ within 64 tokens" in run.stdout
-    assert "Extended, " in run.stdout
-    assert "at phases never trained" in figure.read_text()
+    assert "with it, 4 still do" in run.stdout
+    assert "at angles that are new" in figure.read_text()
     assert ctxext("extend", checkpoint, "--factor", "2", "-o", tmp_path / "out").returncode == 0
     run = ctxext("describe", tmp_path / "out", "--plot")
     assert run.returncode == 0, run.stderr

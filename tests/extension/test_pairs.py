@@ -44,20 +44,20 @@ def test_turns_are_those_of_the_frequencies_by_hand():
 def test_a_new_phase_is_one_that_a_pair_never_had(method, new):
     found = turns(method)
     assert int(found.new.sum()) == new
-    assert "Extended, " + (f"{new} of them do" if new else "none of them does") in found.summary
+    assert "with it, " + (f"{new} still do" if new else "none does") in found.summary
 
 
 def test_a_method_that_leaves_slow_pairs_alone_leaves_all_of_them_new():
     plain = turns("pi").trained
     found = PairTurns("x", TRAINED_LENGTH, FACTOR * TRAINED_LENGTH, plain, FACTOR * plain)
-    assert "Extended, they still do." in found.summary
+    assert "with it, they still do." in found.summary
 
 
 def test_where_every_pair_finishes_a_turn_no_phase_is_new():
     some = torch.tensor([8.0, 2.0], dtype=torch.float64)
     found = PairTurns("x", 512, 1024, some, 2 * some)
     assert not found.new.any()
-    assert found.summary == "All 2 pairs complete a turn within 512 tokens: no phase is new."
+    assert found.summary == "All 2 pairs complete a turn within 512 tokens: no angle is new."
 
 
 def test_the_chart_has_a_mark_for_each_pair_in_its_row():

@@ -145,7 +145,7 @@ def test_an_instance_that_disagrees_is_refused(llama: Any) -> None:
 
 @pytest.mark.parametrize("target_length", ["128k", 128.5, 0, -1, True, 10**9])
 def test_a_target_length_that_is_no_number_of_tokens_is_refused(llama: Any, target_length: Any) -> None:
-    text = f"target_length must be a number of tokens up to 134217728, such as 131072, got {target_length!r}"
+    text = f"target_length must be a whole number of tokens up to 134217728, such as 131072, got {target_length!r}"
     refuses(llama, ValueError, text, target_length=target_length)
 
 

@@ -27,10 +27,10 @@ EFFECT = 1e-4  # a change of logits below this counts as none
 # What can come of an extension, the best first.
 VERDICTS = {
     "native": "extended, and bitwise equal to what plain transformers builds from the saved config and weights",
-    "formula": "extended as config.json cannot express it: the proof against the formula holds, and the logits moved",
+    "formula": "extended in a way that config.json cannot express; the formula was verified, and the logits changed",
     "wrong": "extended, but a native build differs, nothing moved, or restoring left something behind",
     "refused": "refused by ctxext, with its reason",
-    "unbuildable": "no small model of it runs the tokens that it was trained at, with the exception",
+    "unbuildable": "no small model of it ran here, with the error; `extend_context` may work on a real one",
     "no tokens": "it reads no tokens, so no position of a token can be new",
 }
 EXTENDED = ("native", "formula")

@@ -94,7 +94,9 @@ _HEADING = [
 
 
 COLUMNS = {
-    "largest effect": "the largest change of a logit at twice the trained length",
+    "kind": "the head that was built, the first that transformers has: causal, seq2seq, masked, speech or none (base)",
+    "largest effect": "the largest change of a logit at twice the trained length; *the stock model stops*: there it "
+    "raises an error, and the extended one does not",
     "restored": "bitwise if `restore_context` gives back the weights, the config and the logits",
     "temperature": "live if YaRN's attention factor changes the logits",
     "in attention": "whether Self-Extend runs too",

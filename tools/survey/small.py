@@ -255,7 +255,7 @@ def without_tokens(model_type: str, kind: str) -> str | None:
     takes = inspect.signature(cls.forward).parameters
     if "input_ids" in takes or "decoder_input_ids" in takes:
         return None
-    return f"{cls.__name__} reads {cls.main_input_name}, and no tokens"
+    return f"{cls.__name__}.forward takes no token ids"
 
 
 def _model_class(model_type: str, kind: str) -> type[PreTrainedModel]:
