@@ -36,14 +36,16 @@ def claims(text: str) -> list[str]:
             found.append(line)
         elif not line.startswith(("#", ":::")):
             found += re.split(r"(?<=[.!?)]) (?=[A-Z`*\"])", line)
-    nothing = re.compile(r"--\||[?:]$|, \d{4}\.$")  # a rule of a table, a question, the lead to a list, a citation
+    # A rule of a table, a question, the lead to a list, a citation, the source of a table.
+    nothing = re.compile(r"--\||[?:]$|, \d{4}\.$|^From \S+\.json")
     return [each for each in found if len(each) > 40 and re.search(r"\d|`", each) and not nothing.search(each)]
 
 
 def pick(seed: int, count: int = 20) -> list[tuple[str, str]]:
     """`count` claims with their pages, at most `MOST` of one page."""
-    # A footnote that many pages share is one claim.
-    everything = list({claim: (page, claim) for page, text in texts().items() for claim in claims(text)}.values())
+    everything = [(page, claim) for page, text in texts().items() for claim in claims(text)]
+    times = Counter(claim for _, claim in everything)
+    everything = [each for each in everything if times[each[1]] == 1]  # footnotes of many pages say no more than one
     everything.sort(key=lambda each: hashlib.sha256(f"{seed} {each[1]}".encode()).digest())
     chosen: list[tuple[str, str]] = []
     taken: Counter[str] = Counter()
