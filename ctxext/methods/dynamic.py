@@ -42,7 +42,8 @@ class _Dynamic(_ByLength):
     """Its scale is length / trained length, from 1 to `factor`.
 
     Attributes:
-        ratio: ratio of consecutive rungs of the ladder; a finer ladder costs more rotations.
+        ratio: ratio of consecutive rungs of the ladder. A finer ladder rotates keys more often, and in 16 bits each
+            rotation rounds.
     """
 
     training: ClassVar[str] = "zero-shot"
