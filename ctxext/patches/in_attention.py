@@ -138,7 +138,7 @@ class RotateInAttention(Patch):
         if implementation not in call.IMPLEMENTATIONS:
             raise ValueError(
                 f"{name} uses {implementation!r} attention, but in-attention RoPE supports only "
-                f"{' or '.join(call.IMPLEMENTATIONS)}. Call model.set_attn_implementation('sdpa') first: on a GPU, it "
+                f"{', '.join(call.IMPLEMENTATIONS)}. Call model.set_attn_implementation('sdpa') first: on a GPU, it "
                 "runs flash kernels, too."
             )
 
@@ -171,9 +171,9 @@ class RotateInAttention(Patch):
         new.attend = call.own_attention(base, implementation)
         new.implementation = implementation
         starts = [(label, rope.inv_freq.tolist(), rope.attention_factor) for label, rope in sorted(self.ropes.items())]
-        digest = hashlib.sha256(repr(starts).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(repr((self.method, self._trained, starts)).encode()).hexdigest()[:8]
         new.gives_keys_on = bool(getattr(config, "num_kv_shared_layers", 0))
-        new.owner = f"{self.method!r}, trained at {self._trained} tokens (frequencies {digest})"
+        new.owner = f"{self.summary} (fingerprint {digest})"
         # For the comparison, phases are the stock model's: from its own table, in float32. From 8,192 tokens on, the
         # last bit of a frequency exceeds the bar, and the table may have been cast.
         new.in_use, new.pairs = self._in_use, {}

@@ -127,7 +127,7 @@ def test_a_cache_of_another_extension_is_refused(other: str) -> None:
     ctxext.restore_context(model)
     ctxext.extend_context(model, **LATE["dynamic_ntk"][0](rotary_of(model).inv_freq.numel()))
     with pytest.raises(
-        ValueError, match=r"this cache was filled under .*, but the model is now extended by DynamicNTK"
+        ValueError, match=r"this cache was filled under .*, but the model is now extended by dynamic_ntk ×"
     ):
         one_more(model, cache)
     assert_usable(model, "dynamic_ntk")
@@ -137,7 +137,7 @@ def test_a_cache_that_outlives_its_extension_is_refused() -> None:
     model = extended("dynamic_ntk")
     cache = filled(model)
     ctxext.restore_context(model)
-    with pytest.raises(RuntimeError, match=r"filled under DynamicNTK.*Start from an empty cache"):
+    with pytest.raises(RuntimeError, match=r"filled under dynamic_ntk ×.*Start from an empty cache"):
         one_more(model, cache)
     assert torch.equal(logits(model, rows()[0][None]), logits(soft_model("llama"), rows()[0][None]))
 

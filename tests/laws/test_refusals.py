@@ -623,7 +623,7 @@ def test_another_attention_implementation_is_refused_with_the_remedy(llama: Any,
     llama.config._attn_implementation_internal = name  # transformers refuses those without a kernel
     before = snapshot(llama, run=False)
     with pytest.raises(
-        ValueError, match=rf"uses '{re.escape(name)}'.*sdpa or eager.*set_attn_implementation\('sdpa'\)"
+        ValueError, match=rf"uses '{re.escape(name)}'.*only sdpa, eager.*set_attn_implementation\('sdpa'\)"
     ):
         extend_context(llama, method="self_extend")
     assert_unchanged(llama, before)
