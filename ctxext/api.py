@@ -130,7 +130,10 @@ def restore_context(model: Model) -> Model:
 def temporarily_extended(
     model: Model, factor: float | None = None, method: str | ContextMethod | None = None, **options: Any
 ) -> Iterator[Model]:
-    """`extend_context` within a `with` block; the model is restored at the end, even after an exception."""
+    """`extend_context` within a `with` block; the model is restored at the end, even after an exception.
+
+    One thread at a time may extend a model; others that run it meanwhile run it extended.
+    """
     extend_context(model, factor, method, **options)
     try:
         yield model
