@@ -245,9 +245,9 @@ def _draw_curves(summary: Summary, axes: Axes) -> None:
         low = 0.95 * least
         axes.set_ylim(low, high)
         said = ", ".join(f"{label(variant)} (up to {peak:,.0f})" for variant, peak in beyond.items())
-        axes.annotate(f"off the scale: {said}", (0.99, 0.9), xycoords="axes fraction", ha="right", fontsize=9)
+        axes.annotate(f"↑ off the scale: {said}", (0.99, 0.02), xycoords="axes fraction", ha="right", fontsize=9)
     wide = high > 5 * low
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20) if wide else MaxNLocator(8))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5), numticks=20) if wide else MaxNLocator(8))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
     axes.set_xlim(0, last)
