@@ -106,7 +106,7 @@ class PositionedLayer:
     _rooms: defaultdict[str, Room]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        incoming, self.incoming = self.incoming, None
+        incoming = self.incoming
         if incoming is None and not int(self._places.get_seq_length()):
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         if incoming is None:
@@ -126,6 +126,7 @@ class PositionedLayer:
         self.key_positions = incoming.store_in(self._places, key_states.device)
         if self.appends and self.keys.shape[2] != self.key_positions.shape[1]:
             raise RuntimeError(_UNKNOWN)
+        self.incoming = None
         self._see()
         return found
 
