@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # What Python says of arguments that the command line has no flag for, and what to say there.
 PHRASES = {
-    r"Pass (\w+)=\.\.\.\.": r"Pass --option \1=VALUE, or a --method file that ctxext fit wrote.",
+    r"Pass (\w+)=\.\.\.(, which `ctxext fit` finds)?\.": r"Pass --option \1=VALUE, or a --method file that ctxext fit "
+    "wrote.",
     r"^options (.*) require a method name, but .* is an instance\. .*": r"--option \1 needs the name of a method, such "
     "as --method yarn, but a saved method has its options already. Drop --option, or pass a name.",
     r"Pass (group_size|window|chunk_size)=": r"Pass --option \1=",
@@ -39,7 +40,7 @@ PHRASES = {
     r"got torch\.(\w+)": r"got '\1'",
     r"Pass base_model='owner/name'": "Pass --base-model OWNER/NAME",
     r"Pass results='FILE'": "Pass --results FILE",
-    r"Pass a larger factor or length, or other options": "Pass a larger --factor or --length, or another --option",
+    r"Pass other options, or a larger factor or length": "Pass another --option, or a larger --factor or --length",
     r"^(unknown method .*)": r"\1 For a method of your own: ctxext --import MODULE ...",
 }
 

@@ -153,6 +153,7 @@ def test_a_method_of_ones_own_works_on_the_command_line(checkpoint: Path, tmp_pa
         (["extend", "CHECKPOINT"], "--dry-run"),
         (["extend", "CHECKPOINT", "--method", "dca", "--length", "128", "--dry-run"], "has no static form"),
         (["extend", "CHECKPOINT", "--method", "longrope", "--dry-run"], "Pass --option long_factor=VALUE"),
+        (["extend", "CHECKPOINT", "--method", "p_rope", "--option", "p=1", "--dry-run"], "Pass another --option, or"),
         (["extend", "CHECKPOINT", "--method", "yarm", "--dry-run"], "ctxext --import MODULE"),
         (
             ["extend", "CHECKPOINT", "--method", "dynamic_yarn", "--length", "64", "--dry-run"],
@@ -322,6 +323,14 @@ def test_every_argument_that_a_message_names_is_a_flag_on_the_command_line() -> 
         ("has Resonance(factor=4.0, base=YaRN(factor=4.0), at=(1, 2)).", "has resonance ×4."),
         ("must be a number of tokens (an int), got 'a'", "must be a number of tokens, got 'a'"),
         ("Pass long_factor=....", "Pass --option long_factor=VALUE, or a --method file that ctxext fit wrote."),
+        (
+            "Pass long_factor=..., which `ctxext fit` finds.",
+            "Pass --option long_factor=VALUE, or a --method file that ctxext fit wrote.",
+        ),
+        (
+            "Pass other options, or a larger factor or length.",
+            "Pass another --option, or a larger --factor or --length.",
+        ),
         ("dtype must be one of float32, got torch.int8.", "--dtype must be one of float32, got 'int8'."),
         ("Call restore_context(model), or use existing='replace'.", "Use --existing replace."),
         *((said, said) for said in (
