@@ -146,13 +146,13 @@ class Call:
             self._shared[known] = make()
         return self._shared[known]
 
-    def _turned(self, layer: Layer, x: Tensor, name: Any, make: Callable[[], CosSin]) -> Tensor:
-        """`x` rotated by cos and sin that layers share under `name`."""
+    def _turned(self, layer: Layer, x: Tensor, name: Any, make: Callable[[], CosSin], in_place: bool = False) -> Tensor:
+        """`x` rotated by cos and sin that layers share under `name`; a few tokens in place, if asked."""
         convention = layer.convention
         if not at_once(x):
             return rotate(x, self.shared(layer, name, make), convention)
         name = "wide", convention, name
-        return rotate_at_once(x, self.shared(layer, name, lambda: widened(make(), convention)), convention)
+        return rotate_at_once(x, self.shared(layer, name, lambda: widened(make(), convention)), convention, in_place)
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Attended:
         """The attention of one layer; arguments are (batch, heads, tokens, head_dim), as in transformers."""
@@ -345,7 +345,10 @@ class Call:
 
         with store.rotating(state):
             name = "changes", id(before), rotated, n_keys
-            key[:, :, columns] = self._turned(layer, key[:, :, columns], name, changes)
+            place = key[:, :, columns]
+            turned = self._turned(layer, place, name, changes, isinstance(columns, slice))
+            if turned is not place:
+                key[:, :, columns] = turned
         return key
 
     def _by_rung(

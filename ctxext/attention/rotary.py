@@ -258,9 +258,9 @@ def widened(cos_sin: CosSin, convention: Convention) -> tuple[Tensor, Tensor]:
 
 
 def rotate_at_once(
-    x: Float[Tensor, "*#heads n dim"], wide: tuple[Tensor, Tensor], convention: Convention
+    x: Float[Tensor, "*#heads n dim"], wide: tuple[Tensor, Tensor], convention: Convention, in_place: bool = False
 ) -> Float[Tensor, "*heads n dim"]:
-    """`rotate` with what `widened` made of cos and sin, with which `x` is broadcast."""
+    """`rotate` with what `widened` made of cos and sin, with which `x` is broadcast, unless it is rotated in place."""
     own, others = wide
     dim, n_turning = x.shape[-1], own.shape[-1]
     turning, still = _dimensions(dim, n_turning, convention)
@@ -271,6 +271,9 @@ def rotate_at_once(
         partners = before.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         partners = before.roll(n_turning // 2, -1)
+    if in_place:
+        torch.addcmul(before * own, partners, others, out=before)
+        return x
     turned = torch.addcmul(before * own, partners, others).to(x.dtype)
     if n_turning == dim:
         return turned

@@ -138,7 +138,8 @@ class Softmax:
             sinks = self.sinks.to(weight.dtype).view(1, 1, kv_heads, -1).transpose(2, 3)
             share = torch.cat([weight, sinks.expand(batch, -1, -1, -1)], dim=1).softmax(1)[:, :-1]
         joined = (output.transpose(1, 2).reshape(*shape, dim) * share.unsqueeze(-1)).sum(1)
-        return joined.to(query.dtype).transpose(1, 2).reshape(batch, 1, -1, dim)
+        joined = joined.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
+        return joined.reshape(batch, 1, -1, dim)
 
 
 def by_group(x: Float[Tensor, "batch heads branch d"], groups: int) -> Float[Tensor, "batch kv_heads branch_group d"]:
