@@ -195,7 +195,13 @@ class Remembering:
     [
         Fp8QuantizedLayer,
         QuantoQuantizedLayer,
-        pytest.param(HQQQuantizedLayer, marks=pytest.mark.skipif(not is_hqq_available(), reason="hqq slows imports")),
+        pytest.param(
+            HQQQuantizedLayer,
+            marks=pytest.mark.skipif(
+                not is_hqq_available(),
+                reason="hqq is not among the packages for tests: transformers imports it wherever it is",
+            ),
+        ),
     ],
 )
 @pytest.mark.parametrize("method", KINDS)
@@ -537,6 +543,17 @@ def test_a_pass_that_fails_to_append_is_repeated_or_refused(
     else:
         with pytest.raises(RuntimeError, match="Start from an empty cache"):
             model(rows()[0][None, 70:71], past_key_values=cache)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_layer_that_was_cropped_alone_is_refused(method: str) -> None:
+    model, cache, batch = extended(method), DynamicCache(), {"input_ids": rows()[0][None]}
+    read(model, batch, cache, [70])
+    cache.layers[1].crop(-1)
+    with pytest.raises(
+        RuntimeError, match=r"layer 1 has 74 keys, but the mask is of 75: .*changed alone.*crop each of"
+    ):
+        read(model, batch, cache, [5])
 
 
 @pytest.mark.parametrize("n_new", [1, 7])
