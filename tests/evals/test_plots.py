@@ -199,7 +199,7 @@ def test_a_curve_far_above_the_others_does_not_flatten_them(tmp_path: Path, draw
     low, high = axes.get_ylim()
     seen = [value for variant in summary.variants if variant != "none" for _, value in summary.curve(variant)]
     assert 0.9 * min(seen) < low < min(seen) < max(seen) < high < 1.2 * max(seen)
-    assert "off the scale: baseline (up to 8,103)" in words(tmp_path / "figure.svg")
+    assert "↑ off the scale: baseline (up to 8,103)" in words(tmp_path / "figure.svg")
 
 
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
