@@ -723,11 +723,12 @@ class BeforeForward:
 
 
 class Finish:
-    """Forward hook of the base model: tells the cache that all layers have run."""
+    """Forward hook of the base model, also after an error: tells the cache whether all layers have run."""
 
     def __call__(self, base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs[KEYWORD].incoming is not None:
-            kwargs[KEYWORD].incoming.finished = True
+        call = kwargs.get(KEYWORD)  # None if the pre-hook has failed
+        if call is not None and call.incoming is not None:
+            call.incoming.finished = output is not None
 
 
 class AfterForward:

@@ -56,12 +56,12 @@ class Incoming:
 
     Attributes:
         positions: of shape (batch, tokens).
-        finished: whether the pass that computes these keys came to its end.
+        finished: whether the pass that computes these keys came to its end (True) or failed (False); None within it.
     """
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
-        self.finished = False
+        self.finished: bool | None = None
         self._stored: tuple[Tensor | None, dict[str, Any], Tensor] | None = None
 
     def store_in(self, places: Any, device: torch.device) -> Tensor:
@@ -107,9 +107,11 @@ class PositionedLayer:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         incoming = self.incoming
-        if incoming is None and not int(self._places.get_seq_length()):
+        foreign = incoming is None or incoming.finished is not None  # from a model that is not extended
+        if foreign and not int(self._places.get_seq_length()):
+            self.owner = UNEXTENDED
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        if incoming is None:
+        if incoming is None or foreign:
             raise RuntimeError(
                 f"this cache was filled under {self.owner}, but the model is no longer extended in that way. "
                 "Start from an empty cache."
@@ -138,21 +140,32 @@ class PositionedLayer:
         self._see()
 
     def _see(self) -> None:
-        """Remember the keys, if some are rotated."""
-        self._seen = (self.keys, _version(self.keys)) if self.rotated else None
+        """Remember the keys."""
+        # Unrotated ones are not looked at in a traced graph, which would be compiled again for them.
+        known = self.rotated or not torch.compiler.is_compiling()
+        self._seen = (self.keys, _version(self.keys)) if known and self.keys is not None else None
 
     def _knows_keys(self) -> bool:
-        """Whether the rotated keys are those that were last seen, or an earlier part of them."""
-        if not self.rotated or self._seen is None:
-            return not self.rotated
+        """Whether the keys are those that were last seen, or an earlier part of them."""
+        compiling = torch.compiler.is_compiling()
+        if not self.rotated and (compiling or self._seen is None):
+            return True
+        if self._seen is None or self.keys is None:
+            return False
         keys, version = self._seen
-        if torch.compiler.is_compiling():  # a traced graph cannot read where tensors are
+        if compiling:  # a traced graph cannot read where tensors are
             return self.keys is keys
         return self.keys.data_ptr() == keys.data_ptr() and version in (None, _version(self.keys))
 
     def _carried(self) -> dict[str, Any]:
-        """The attributes of a copy or a pickle, whose tensors begin to count their changes."""
-        return {**self.__dict__, "_seen": (self.keys, None) if self.rotated and self._knows_keys() else None}
+        """The attributes of a deep copy or a pickle, whose tensors begin to count their changes."""
+        return {**self.__dict__, "_seen": (self.keys, None) if self._seen and self._knows_keys() else None}
+
+    def __copy__(self) -> Any:
+        """Of the same tensors, which go on counting: if one of both rotates or appends, the other is refused."""
+        twin = _blank(stock_class(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     def _check_keys(self) -> None:
         """Raise RuntimeError if `state` does not say how the keys are rotated."""
@@ -182,6 +195,7 @@ class PositionedLayer:
             self._see()
 
 
+UNEXTENDED = "no extension"
 _UNKNOWN = (
     "this cache has keys that were changed by hand, or a forward pass was interrupted: their rotation is unknown. "
     "Start from an empty cache. To take tokens back, use cache.crop; to keep a state, copy.deepcopy the whole cache."
@@ -202,6 +216,8 @@ def _followed(name: str) -> Any:
             if self.rotated:
                 self.state = _FOLLOWED[name](self.state, *args, *kwargs.values())
                 self.rotated *= self.keys is not None  # fewer keys than that are counted at the next update
+            if name == "reset":
+                self.incoming = None
 
     method.__name__ = name
     return method

@@ -82,11 +82,13 @@ class Softmax:
         batch, heads, n_rows, _ = query.shape
         n_keys, key_heads = rows.stop, value.shape[1]
         scores: Any = None
+        # The power of two in the scale comes first: that is exact, and in 16 bits scores overflow later.
+        first = math.ldexp(1.0, math.frexp(self.scaling)[1] - 1)
         for part in parts:
-            grouped = part.query.reshape(batch, key_heads, -1, query.shape[-1])
+            grouped = (part.query * first).reshape(batch, key_heads, -1, query.shape[-1])
             found = (grouped @ part.key[:, :, :n_keys].transpose(-1, -2)).view(batch, heads, n_rows, n_keys)
             scores = found if scores is None else torch.where(part.holds, found, scores)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * (self.scaling / first)
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
         mask, lowest = rows.block(slice(0, n_keys)), torch.finfo(scores.dtype).min

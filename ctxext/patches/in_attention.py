@@ -56,7 +56,7 @@ class InAttentionProof(Proof):
 
     def __str__(self) -> str:
         return (
-            f"with unscaled frequencies, queries, keys (error {self.rotation_error:.1e}) and output (error "
+            f"with the frequencies of the config, queries, keys (error {self.rotation_error:.1e}) and output (error "
             f"{self.output_error:.1e}) match the stock model's; up to the target the method changes the output (by "
             f"{self.effect:.1e})"
         )
@@ -217,7 +217,7 @@ class RotateInAttention(Patch):
             raise ValueError(f"{self._name(model)} has no RoPE layer that attends beyond the trained length.")
         hook = call.BeforeForward(base, leaf, int(config.num_hidden_layers), looker.dropped)
         edit.add_forward_pre_hook(parent, hook, with_kwargs=True)
-        edit.add_forward_hook(parent, call.Finish(), with_kwargs=True)
+        edit.add_forward_hook(parent, call.Finish(), with_kwargs=True, always_call=True)
         if looker.dropped:
             edit.add_forward_hook(parent, call.AfterForward(leaf), always_call=True)
 

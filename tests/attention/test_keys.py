@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from families import LENGTH, token_ids
+from families import LENGTH, tiny_model, token_ids
 from in_attention_reference import (
     CHUNKS,
     METHODS,
@@ -518,6 +518,63 @@ def test_a_shallow_copy_of_a_cache_is_refused(method: str) -> None:
     read(model, {"input_ids": rows()[0][None]}, cache, [1] * 7)
     with pytest.raises(RuntimeError, match="Start from an empty cache"):
         read(model, {"input_ids": rows()[0][None]}, twin, [1])
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_shallow_copy_of_a_cache_that_was_cropped_back_is_refused(method: str) -> None:
+    """It has as many positions, but the keys that both share are rotated otherwise."""
+    model, cache, batch = extended(method), DynamicCache(), {"input_ids": rows()[0][None]}
+    read(model, batch, cache, [76, 1, 1])  # from the second token on in slots that both share
+    twin = copy.copy(cache)
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    read(model, batch, cache, [1] * 7)
+    cache.crop(-7)
+    with pytest.raises(RuntimeError, match="Start from an empty cache"):
+        read(model, batch, twin, [1])
+
+
+@pytest.mark.parametrize("how", ["dynamic", "static", "gradients"])
+@pytest.mark.parametrize("method", KINDS)
+def test_rows_that_were_exchanged_by_hand_are_refused(method: str, how: str) -> None:
+    """Their positions differ, also where no key is rotated in place."""
+    model, batch = extended(method), padded(rows(), "left")
+    cache = CACHES["static" if how == "static" else "dynamic"][0](model.config)
+    with torch.set_grad_enabled(how == "gradients"):
+        inputs = {name: batch[name][:, :70] for name in ("input_ids", "attention_mask", "position_ids")}
+        model(**inputs, past_key_values=cache)
+    order = list(range(len(batch["input_ids"])))[::-1]
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[order], layer.values[order]
+    with pytest.raises(RuntimeError, match="keys that were changed by hand"):
+        read(model, batch, cache, [1])
+
+
+@pytest.mark.parametrize("how", ["dynamic", "static"])
+@pytest.mark.parametrize("method", KINDS)
+def test_a_cache_is_of_the_model_that_filled_it(method: str, how: str) -> None:
+    """After a pass that failed, and after a reset, which leaves a cache to any model."""
+    model, stock, ids = extended(method), tiny_model("llama"), rows()[0][None]
+    stock.to(torch.float64)
+    cache = CACHES[how][0](model.config)
+
+    def fails(*_: Any) -> None:
+        raise IndexError
+
+    with torch.no_grad():
+        want = stock(ids).logits
+        model(ids[:, :40], past_key_values=cache)
+        hook = model.model.layers[0].register_forward_pre_hook(fails)
+        with pytest.raises(IndexError):
+            model(ids[:, 40:50], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="the model is no longer extended in that way"):
+            stock(ids[:, 40:50], past_key_values=cache)
+        cache.reset()
+        first = stock(ids[:, :90], past_key_values=cache).logits
+        torch.testing.assert_close(first, want[:, :90])
+        torch.testing.assert_close(stock(ids[:, 90:], past_key_values=cache).logits, want[:, 90:])
+        with pytest.raises(ValueError, match="filled under no extension"):
+            model(ids[:, 90:], past_key_values=cache)
 
 
 @pytest.mark.parametrize("method", KINDS)

@@ -54,6 +54,16 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(rotary, "TILE", 1)
 
 
+@pytest.mark.parametrize("scaling", [0.125, 0.1])
+def test_raw_scores_beyond_16_bits_do_not_overflow(scaling: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 5, 64, generator=generator, dtype=torch.float64) for _ in range(3))
+    offset = 36.0
+    parts = [softmax.Part(query=(query + offset).half(), key=(key + offset).half(), holds=torch.ones(5, 5) > 0)]
+    assert ((query + offset) @ (key + offset).mT).max() > torch.finfo(torch.float16).max
+    assert Softmax(scaling=scaling)(parts, value.half(), masks.Rows(None, slice(0, 5), 5)).isfinite().all()
+
+
 def test_the_truth_tells_every_method_and_the_stock_model_apart() -> None:
     model = slow_model("dca")
     model.formula = lambda query, key, inv_freq: LATE["dynamic_ntk"][1](query, key, inv_freq, ratio=4.0)
