@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ctxext.extension.metadata_file import RECORD, Record, weights_fingerprint, write_record
-from ctxext.methods import method_from_dict
+from ctxext.methods import ContextMethod, method_from_dict
 from ctxext.models.metadata import Lengths, live_mark, summary_of
 from ctxext.utils.download import snapshot
 from ctxext.utils.json_files import TEXT, or_none, read_json, write_json
@@ -78,6 +78,12 @@ def extension_in(text_config: Any) -> str | None:
     """The summary of the extension that plain transformers reads from a config; None if there is none."""
     mark = live_mark(text_config)
     return None if mark is None else summary_in(mark)
+
+
+def method_in(text_config: Any) -> ContextMethod | None:
+    """The method of the extension that plain transformers reads from a config; None if there is none."""
+    mark = live_mark(text_config)
+    return None if mark is None or mark["method"] is None else method_from_dict(mark["method"])
 
 
 def summary_in(mark: dict[str, Any]) -> str:

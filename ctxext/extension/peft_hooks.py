@@ -26,10 +26,12 @@ from ctxext.extension.adapter_config import (
     carry_extension,
     extension_in,
     located,
+    method_in,
     plain_name,
     trained_under,
 )
 from ctxext.extension.metadata_file import RECORD
+from ctxext.methods import ContextMethod
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.four_bits import hold_warnings
 
@@ -105,6 +107,12 @@ def _summary(model: Any) -> str | None:
     return extension_in(text_config_of(transformers_model(model).config))
 
 
+def _method(model: Any) -> ContextMethod | None:
+    """The method of the extension that `_summary` describes."""
+    extension = extension_of(model)
+    return method_in(text_config_of(transformers_model(model).config)) if extension is None else extension.method
+
+
 def _base_to_save(model: Any, named: str | None, adapter: Path) -> str | None:
     """The base that PEFT is to name if it saves the adapter again; while saving, it looks up the vocabulary there."""
     from transformers import AutoConfig
@@ -120,9 +128,14 @@ def _base_to_save(model: Any, named: str | None, adapter: Path) -> str | None:
 
 def _check_files(model: Any, folder: Path) -> None:
     """Raise ValueError if the adapter in `folder` was trained with another extension, or its files disagree."""
-    if (folder / RECORD).is_file():
-        adapter_record(folder)
+    record = adapter_record(folder) if (folder / RECORD).is_file() else None
     _check_trained_under(model, base_named(folder / ADAPTER_CONFIG), folder)
+    method = _method(model)
+    if record is not None and record.method != method:
+        raise ValueError(
+            f"{folder} was trained with {record.method}, but this model is extended by {method}. Extend it with the "
+            "same options first."
+        )
 
 
 def _check_trained_under(model: Any, named: str | None, adapter: Any) -> None:

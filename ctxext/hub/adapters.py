@@ -537,10 +537,11 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
     extension, done = found.extension, extension_of(model)
     if done is None:
         extended_as_saved(model, extension)
-    elif extension is not None and done.plan.summary != extension.summary:
+    elif extension is not None and (done.plan.summary, done.method) != (extension.summary, extension.method):
         raise ValueError(
-            f"{found.folder} was trained with {extension.summary}, but its base {found.base} is extended by "
-            f"{done.plan.summary}. Put the base model used in training in a folder 'base' beside the adapter."
+            f"{found.folder} was trained with {extension.summary}, {extension.method}, but its base {found.base} is "
+            f"extended by {done.plan.summary}, {done.method}. Put the base model used in training in a folder 'base' "
+            "beside the adapter."
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=rf".*{WARNING}")  # so it was
@@ -610,7 +611,9 @@ def merge(folder: Path | str, output: Path | str, dtype: torch.dtype | str | Non
         else:  # BLOOM's and T5's configs have no length
             reach = getattr(merged.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
         merged.to(dtype)
-        save(building)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*config\.json was saved without it")  # names `building`
+            save(building)
         for place in (adapter, base):
             if (place / "tokenizer_config.json").is_file():
                 _save_tokenizer(load_tokenizer(place), building, reach)

@@ -147,6 +147,39 @@ def test_an_adapter_of_an_extended_model_comes_back_extended_or_not_at_all(
     assert torch.equal(logits(ctxext.load(tmp_path / "again"), IDS), expected)
 
 
+@pytest.mark.parametrize(
+    ("method", "trained", "other"),
+    [
+        ("yarn", {}, {"beta_fast": 4.0}),
+        ("self_extend", {"group_size": 6}, {"group_size": 16}),
+        ("dynamic_yarn", {"ratio": 1.25}, {"ratio": 2.0}),
+        ("query_temperature", {"beta": 0.1}, {"beta": 2.0}),
+    ],
+)
+def test_an_adapter_is_refused_on_other_options(
+    method: str, trained: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    def extended(options: dict[str, Any]) -> PreTrainedModel:
+        return ctxext.extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 4, method, **options)
+
+    adapted = by_peft(extended(trained), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(extended(trained), tmp_path / "adapter")
+    assert torch.equal(logits(loaded.eval(), IDS), logits(adapted.eval(), IDS))
+    with pytest.raises(ValueError, match=r"was trained with .*\(factor=4.0.* but this model is extended by"):
+        PeftModel.from_pretrained(extended(other), tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("ignore:.*saved without it")
+def test_an_adapter_is_refused_where_its_base_was_extended_again_with_other_options(tmp_path: Path) -> None:
+    for group_size in (6, 16):
+        model = AutoModelForCausalLM.from_pretrained(MODEL)
+        ctxext.extend_context(model, 4, "self_extend", group_size=group_size).save_pretrained(tmp_path / "model")
+        if group_size == 6:
+            by_peft(ctxext.load(tmp_path / "model"), tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"was trained with .*group_size=6.* but its base .*group_size=16"):
+        ctxext.load(tmp_path / "adapter")
+
+
 def test_an_adapter_of_a_model_that_is_not_extended_is_peft_s_own(tmp_path: Path) -> None:
     """Though an extension of another model has wrapped PEFT's methods in this process."""
     other = ctxext.extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 4)
@@ -253,7 +286,7 @@ def test_an_adapter_saves_embeddings_that_were_resized(tmp_path: Path) -> None:
     assert any("embed_tokens" in name for name in load_file(tmp_path / "second/adapter_model.safetensors"))
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_of_a_live_extension_is_merged_with_it(method: str, tmp_path: Path) -> None:
     adapted = by_peft(ctxext.extend_context(AutoModelForCausalLM.from_pretrained(MODEL), 4, method), tmp_path / "a")

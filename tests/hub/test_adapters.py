@@ -678,7 +678,7 @@ def answers(model: Any) -> torch.Tensor:
     return logits(model, IDS, **({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}))
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("extended", [True, False])
 @pytest.mark.parametrize("family", SIZES)
 def test_adapters_of_families_without_rope_load_and_merge(family: str, extended: bool, tmp_path: Path) -> None:
