@@ -308,8 +308,8 @@ def judge(
         # Far more than any precision or factor explains.
         other_model = distances[nearest] > max(OTHER_MODEL, 4 * limit)
         reason = (
-            f"another model or tokenizer: the probe is of {probe.summary}, and was written beside the file or folder "
-            "to serve"
+            f"another model, tokenizer or extension: the probe is of {probe.summary}, and was written beside the file "
+            "or folder to serve"
             if other_model
             else "another model, tokenizer or factor; pass noise= for weights below 8 bits. Closest: the "
             f"{MODELS[nearest]}"
@@ -351,6 +351,7 @@ def judge_by_length(
     hundred times as much as others fail it at a distance of 0.
     """
     limit = 1.5 * (probe.coarse_floor if noise is None else noise)
+    near_target = 2 * limit  # the noise of a long text is larger, as in `judge_far`
     short = min(float((logprobs - torch.tensor(v, dtype=torch.float64)).abs().mean()) for v in probe.expected.values())
     far: dict[State, tuple[float, ...]] = {
         "extended": probe.far[length],
@@ -358,10 +359,14 @@ def judge_by_length(
     }
     distances = {state: float((tail - torch.tensor(v, dtype=torch.float64)).abs().mean()) for state, v in far.items()}
     nearest, other = sorted(distances, key=distances.__getitem__)
-    name, reason = WORDS[nearest], _meaning(nearest, distances, limit, noise)
+    name, reason = WORDS[nearest], _meaning(nearest, distances, near_target, noise)
     if not short <= limit:
-        name, reason = NONE, f"another model or tokenizer: a short text is off by {short:.2g} nats per token"
-    elif not (distances[nearest] <= 2 * limit and distances[other] >= 3 * distances[nearest]):
+        name = NONE
+        reason = (
+            f"another model, tokenizer or extension: the probe is of {probe.summary}, and a short text is off by "
+            f"{short:.2g} nats per token"
+        )
+    elif not (distances[nearest] <= near_target and distances[other] >= 3 * distances[nearest]):
         name, reason = (
             NONE,
             f"another method or factor, or truncated prompts: near the target it matches neither. Closest: the "

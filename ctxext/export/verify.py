@@ -292,6 +292,12 @@ def _plain_transformers(
             "the probe was made from this folder's config by ctxext's own formulas",
         )
     probe = make_probe(model, tokenizer, far=far) if path is None else read_probe(path)
+    # In a config this would be a finding; ctxext applies its own file, so that only the probe can be wrong.
+    if record is not None and probe.summary != record.summary:
+        raise ValueError(
+            f"the probe {path} is of {probe.summary}, but {folder} is extended by {record.summary}. Pass a probe of "
+            "this folder, or none."
+        )
     _check_long_text(probe, far)
     tokens = tokenizer(probe.text)["input_ids"]
     return probe, Probed(

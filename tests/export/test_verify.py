@@ -143,6 +143,10 @@ def test_a_method_inside_attention_is_told_by_the_end_of_a_long_text(method: str
     assert (here.verdict.name, here.verdict.asked_to) == ("applied", 1024)
     assert here.engine.endswith("with ctxext.load")
     another = extend_context(bundled(), 2, "rerope")
+    another.save_pretrained(tmp_path / "another")
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "another")
+    with pytest.raises(ValueError, match=rf"is of {method} ×2: .*another is extended by rerope ×2: .*a probe of this"):
+        verify(tmp_path / "another", tmp_path / "verify.json")
     for served, name in (
         (model.to(torch.bfloat16), "applied"),
         (bundled(torch.bfloat16), "ignored"),
@@ -582,7 +586,7 @@ def test_what_no_state_explains_is_no_match(probe: Probe, tokenizer) -> None:
     another = tiny_model("llama", vocab_size=4096)
     verdict = judge(probe, logprobs_of(another, probe.input_ids))
     assert verdict.name == "no match"
-    assert verdict.reason.startswith("another model or tokenizer: the probe is of yarn ×4")
+    assert verdict.reason.startswith("another model, tokenizer or extension: the probe is of yarn ×4")
 
 
 def test_no_match_names_the_flag_for_low_precision_and_the_closest_model(probe: Probe) -> None:
