@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # of `ctxext.methods`, only what `__all__` names is there at 
     from ctxext.methods import *  # noqa: F403
 
 __all__ = [
-    "ABF", "PI", "AlibiScaling", "BucketScaling", "ContextMethod", "DistanceInterpolation", "DistanceScaling",
-    "DroPE", "DualChunkAttention", "DynamicNTK", "DynamicYaRN", "Hierarchical", "Llama3", "LongRoPE",
-    "MaxDistanceScaling", "NTKAware", "NTKByParts", "Paper", "PositionRemapping", "PositionScaling", "ReRoPE",
-    "Resonance", "RopeMethod", "RopeScaling", "RowInterpolation", "SelfExtend", "SinusoidalExtrapolation",
-    "SinusoidalInterpolation", "SlopeScaling", "TableResizing", "Tiling", "TransformersDynamic", "YaRN",
-    "describe_context", "extend_config", "extend_context", "list_methods", "load", "register", "restore_context",
-    "temporarily_extended",
+    "ABF", "PI", "STRING", "AlibiScaling", "BucketScaling", "CoPE", "ContextMethod", "DistanceInterpolation",
+    "DistanceScaling", "DroPE", "DualChunkAttention", "DynamicNTK", "DynamicYaRN", "Hierarchical", "Llama3", "LongRoPE",
+    "MaxDistanceScaling", "NTKAware", "NTKByParts", "PRoPE", "Paper", "PositionRemapping", "PositionScaling",
+    "QueryTemperature", "ReRoPE", "Resonance", "RopeMethod", "RopeScaling", "RowInterpolation", "SelfExtend",
+    "SinusoidalExtrapolation", "SinusoidalInterpolation", "SlopeScaling", "TableResizing", "Tiling",
+    "TransformersDynamic", "YaRN", "describe_context", "extend_config", "extend_context", "list_methods", "load",
+    "register", "restore_context", "temporarily_extended",
 ]  # fmt: skip
 
 _VERBS = {

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ctxext.core.apply import ATTRIBUTE, apply, extended_model, extension_of, restore, transformers_model
+from ctxext.core.apply import (
+    ATTRIBUTE,
+    apply,
+    extended_model,
+    refuse_extended,
+    restore,
+    transformers_model,
+)
 from ctxext.extension.describe import ContextDescription, describe
 from ctxext.extension.peft_hooks import watch_peft
 from ctxext.extension.request import plan_extension
@@ -83,9 +90,7 @@ def extend_context(
             model is unchanged.
     """
     inner = transformers_model(model)
-    done = extension_of(inner)
-    if done is not None:
-        raise RuntimeError(f"this model is already extended ({done.plan.summary}). Call restore_context(model) first.")
+    refuse_extended(inner)
     plan = plan_extension(
         inner.config,
         factor,
@@ -138,7 +143,8 @@ def temporarily_extended(
     try:
         yield model
     finally:
-        restore_context(model)
+        if extended_model(model) is not None:  # else it was restored within the block
+            restore_context(model)
 
 
 def extend_config(

@@ -88,9 +88,8 @@ def comparison_table(file: str, page: str = ".", without: tuple[str, ...] = (), 
     if asked:
         n = figures["none"]["retrieval"]["passkey"][asked[0]]["n"]
         texts = summary["about"].get("texts")
-        unit = "; prompts of one text count as one"
-        if texts:
-            unit = f" over {counted(len(texts), 'text')}; each text counts as one sample"
+        unit = f" over {counted(len(texts), 'text')}" if texts else ""
+        unit += "; prompts of one text count as fewer, as far as they agree"
         how = os.path.relpath("docs/evaluation.md", page)
         intervals = f"[95% intervals]({how}#how-to-read-an-interval)"
         note = f"{n} prompts per cell, {intervals}{unit}; {note}"

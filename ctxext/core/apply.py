@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ctxext.core.edit import ConfigPair, Edit, Undo
+from ctxext.core.edit import ConfigPair, Edit, Undo, is_mixed
 from ctxext.core.patch import Proof
 from ctxext.core.plan import ENCODINGS, Plan
 from ctxext.core.probing import on_meta, probing
@@ -223,6 +223,17 @@ def extension_of(model: nn.Module) -> Extension | None:
 def extended_model(model: nn.Module) -> PreTrainedModel | None:
     """The extended transformers model inside `model`, or None."""
     return next((cast(Any, m) for m in model.modules() if ATTRIBUTE in m.__dict__), None)
+
+
+def refuse_extended(model: nn.Module) -> None:
+    """Raise RuntimeError if `model`, a model inside it or one around it is extended."""
+    done = extension_of(model)
+    if done is not None:
+        raise RuntimeError(f"this model is already extended ({done.plan.summary}). Call restore_context(model) first.")
+    if any(is_mixed(module) for module in model.modules()):
+        raise RuntimeError(
+            "this model is part of one that is already extended. Call restore_context on that one first."
+        )
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

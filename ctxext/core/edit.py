@@ -199,6 +199,11 @@ def mixed_class(mixin: type, base: type) -> type:
     return type(base.__name__, (_Rebuilt, mixin, base), {"__module__": __name__})
 
 
+def is_mixed(module: nn.Module) -> bool:
+    """Whether its class is one of `mixed_class`: an extended model holds it."""
+    return isinstance(module, _Rebuilt)
+
+
 class _Rebuilt:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         _, mixin, base = type(self).__bases__

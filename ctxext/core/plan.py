@@ -112,7 +112,7 @@ class Plan:
     def saved_as(self) -> str:
         """Where a saved model holds the extension."""
         if not self.is_portable:
-            return f"{RECORD} beside an unextended config, because {self.why_not_portable}"
+            return f"{RECORD} beside a config without it, because {self.why_not_portable}"
         return f"weights and config ({', '.join(name for name in self.updates if name != 'ctxext')})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,8 +147,10 @@ def factor_and_target(
             )
         factor = method.factor
     elif not isinstance(method, str):
+        swapped = " Pass the factor first, or by name: factor=4, method='yarn'." * isinstance(factor, str)
         raise TypeError(
             f"method must be a registered name such as 'yarn', or an instance such as YaRN(factor=4); got {method!r}."
+            f"{swapped}"
         )
     elif factor is not None and target_length is not None:
         raise ValueError(

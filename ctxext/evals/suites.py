@@ -84,8 +84,9 @@ def ruler_nvidia(data: Path | None) -> Suite:
     missing = [name for name in RULER_FILES if data is None or not (data / name).is_file()]
     if data is None or missing:
         ways = ", ".join(f"{name} ({RULER_FILES[name]})" for name in missing)
+        given = "--suite-data is not given" if data is None else f"{data} does not hold all of it"
         raise ValueError(
-            f"--suite ruler-nvidia needs NVIDIA's data, and {data or 'no --suite-data'} has no {ways}. Clone "
+            f"--suite ruler-nvidia needs NVIDIA's data, and {given}. Missing: {ways}. Clone "
             "github.com/NVIDIA/RULER, run these in scripts/data/synthetic/json, and pass that folder as --suite-data."
         )
     settings = (

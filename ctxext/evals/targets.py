@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ctxext.api import temporarily_extended
+from ctxext.core.apply import extension_of
 from ctxext.core.encoding import ModuleEncoding
 from ctxext.core.plan import Plan, check_encoding, factor_and_target
 from ctxext.evals.cost import Cost
@@ -66,7 +67,7 @@ class Variant:
             "extension": extension,
             "fingerprint": fingerprint(target.fingerprint, extension),
             "limit": target.limit(self),
-            "portable": None if plan is None else plan.is_portable,
+            "portable": target.is_portable(self),
         }
 
 
@@ -91,6 +92,11 @@ class Target(ABC):
     def plan(self, variant: Variant) -> Plan | None:
         """The plan of `variant`; None for the unextended model."""
         return None
+
+    def is_portable(self, variant: Variant) -> bool | None:
+        """Whether config.json expresses the extension of `variant`; None if unknown, or if it has none."""
+        plan = self.plan(variant)
+        return None if plan is None else plan.is_portable
 
     def reach(self, variant: Variant) -> int | None:
         """The maximum length of `variant` by its config; None if unknown."""
@@ -169,6 +175,10 @@ class LiveModel(LocalModel):
         if variant.extension is None:
             return None
         return plan_extension(self.model.config, model=self.model, **variant.extension)
+
+    def is_portable(self, variant: Variant) -> bool | None:
+        own = extension_of(self.model) if variant.extension is None else None
+        return super().is_portable(variant) if own is None else own.plan.is_portable
 
     def limit(self, variant: Variant) -> int | None:
         plan = self.plan(variant)

@@ -536,7 +536,7 @@ def _notes(plan: RopePlan, seen_beyond: tuple[RopeTable, ...]) -> tuple[str, ...
     n_stopped = max(int(stopped(plan.tables[k].inv_freq, rope.inv_freq).sum()) for k, rope in plan.ropes.items())
     if n_stopped:
         notes.append(f"{untrained(n_stopped)}.")
-    if plan.factor > FURTHEST:
+    if plan.factor > FURTHEST and not isinstance(plan.untempered, PositionRemapping):
         notes.append(f"a factor above {FURTHEST} needs training at the target length before use: ctxext finetune.")
     left = [table.label for table in facts.tables if table not in seen_beyond]
     if left:

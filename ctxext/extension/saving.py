@@ -130,8 +130,8 @@ def save_with_record(
     write_record(folder, plan, weights=weights_fingerprint(folder))
     warnings.warn(
         f"{plan.summary} cannot be expressed in config.json because {plan.why_not_portable}: "
-        f"config.json was saved unextended, and the extension is in {RECORD}. Reload with "
-        f"ctxext.load({str(save_directory)!r}); plain transformers and other engines load the unextended model.",
+        f"config.json was saved without it, and the extension is in {RECORD}. Reload with "
+        f"ctxext.load({str(save_directory)!r}); plain transformers and other engines load the model without it.",
         stacklevel=2,
     )
     return saved

@@ -75,7 +75,7 @@ def check_trainer(trainer: Any) -> None:
         if other is not None and not _has(plan, other):
             raise ValueError(
                 f"the {role} model of {trains} is not extended as the trained one, by {plan.summary}. TRL loads it by "
-                "name, unless you pass it. Pass one that is extended in the same way, or train a saved folder."
+                f"name, unless you pass it. Pass {attribute}=, extended in the same way, or train a saved folder."
             )
     served = str(model.name_or_path)
     if getattr(trainer.args, "use_vllm", False) and not _says(plan, type(model.config).from_pretrained(served)):

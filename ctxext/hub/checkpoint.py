@@ -301,8 +301,11 @@ def rejecting(file: Path, *others: type[Exception]) -> Iterator[None]:
                 f"{file.parent} needs Python code of its own (auto_map in {file.name}), which ctxext does not run. If "
                 "you trust it, load the model in Python with trust_remote_code=True, and extend it there."
             ) from error
+        remedy = "Fix it, or download it again."
+        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            remedy = "Leave that argument out: from_pretrained does not take it."
         raise ValueError(
-            f"transformers rejects {file} ({type(error).__name__}: {one_line(error)}). Fix it, or download it again."
+            f"transformers rejects {file} ({type(error).__name__}: {one_line(error)}). {remedy}"
         ) from error
 
 

@@ -18,10 +18,10 @@ from ctxext.methods.contract import (
 
 # `list_methods` keeps this order.
 from ctxext.methods.scaling import ABF, PI, DroPE, Llama3, NTKAware, NTKByParts, Resonance, YaRN
-import ctxext.methods.clipped
+from ctxext.methods.clipped import CoPE, PRoPE
 from ctxext.methods.dynamic import DynamicNTK, DynamicYaRN, LongRoPE, TransformersDynamic
-from ctxext.methods.remapping import DualChunkAttention, ReRoPE, SelfExtend
-import ctxext.methods.temperature  # noqa: F401, it registers query_temperature
+from ctxext.methods.remapping import STRING, DualChunkAttention, ReRoPE, SelfExtend
+from ctxext.methods.temperature import QueryTemperature
 from ctxext.methods.tables import (
     Hierarchical, RowInterpolation, SinusoidalExtrapolation, SinusoidalInterpolation, Tiling,
 )  # fmt: skip
@@ -32,12 +32,12 @@ from ctxext.methods.native import (
 # isort: on
 
 __all__ = [
-    "ABF", "NO_ROTATION", "PI", "AlibiScaling", "Branch", "BucketScaling", "ContextMethod", "DistanceInterpolation",
-    "DistanceScaling", "DroPE", "DualChunkAttention", "DynamicNTK", "DynamicYaRN", "Hierarchical", "Llama3",
-    "LongRoPE", "MaxDistanceScaling", "NTKAware", "NTKByParts", "Paper", "PositionRemapping", "PositionScaling",
-    "ReRoPE", "Resonance", "RopeMethod", "RopeScaling", "RowInterpolation", "SelfExtend", "SinusoidalExtrapolation",
-    "SinusoidalInterpolation", "SlopeScaling", "TableResizing", "Tiling", "TransformersDynamic", "YaRN",
-    "as_longrope", "check_factor", "geometry_in_use", "list_methods", "longrope_parameters", "make_method",
-    "method_class", "method_from_dict", "method_from_rope_parameters", "over_lengths", "register",
-    "scaled_rope_parameters", "yarn_growth",
+    "ABF", "NO_ROTATION", "PI", "STRING", "AlibiScaling", "Branch", "BucketScaling", "CoPE", "ContextMethod",
+    "DistanceInterpolation", "DistanceScaling", "DroPE", "DualChunkAttention", "DynamicNTK", "DynamicYaRN",
+    "Hierarchical", "Llama3", "LongRoPE", "MaxDistanceScaling", "NTKAware", "NTKByParts", "PRoPE", "Paper",
+    "PositionRemapping", "PositionScaling", "QueryTemperature", "ReRoPE", "Resonance", "RopeMethod", "RopeScaling",
+    "RowInterpolation", "SelfExtend", "SinusoidalExtrapolation", "SinusoidalInterpolation", "SlopeScaling",
+    "TableResizing", "Tiling", "TransformersDynamic", "YaRN", "as_longrope", "check_factor", "geometry_in_use",
+    "list_methods", "longrope_parameters", "make_method", "method_class", "method_from_dict",
+    "method_from_rope_parameters", "over_lengths", "register", "scaled_rope_parameters", "yarn_growth",
 ]  # fmt: skip

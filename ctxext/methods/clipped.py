@@ -19,8 +19,8 @@ class CoPE(RopeScaling):
     """λ_j = 2 / (1 + cos(πj / (n − 1))) for pair j of the n slowest, counted from 0. CoPE (2026).
 
     Pairs that complete no turn within the trained length are slowed smoothly, the slowest to a standstill, so that
-    fewer of them reach phases at the target that they never had in training. The first of them hardly change. Other
-    pairs are unchanged, for any factor. Meant to be followed by training.
+    fewer of them reach phases at the target that they never had in training. The fastest of these hardly change, and
+    all other pairs keep their frequency. λ is the same for any factor. Meant to be followed by training.
 
     Attributes:
         clipped: n; None for the pairs that complete no turn within the trained length. The authors use 20 of 64.

@@ -46,6 +46,8 @@ class ContextMethod(ABC):
     changes_trained: ClassVar[bool] = False
     # Where to get the options that have no default, for errors.
     source_of_required: ClassVar[str] = ""
+    # Where options belong that are not its own, a sentence for errors.
+    other_options: ClassVar[str] = ""
     paper: ClassVar[Paper]
     encoding: ClassVar[str]
     training: ClassVar[str] = "zero-shot or fine-tuned"
@@ -427,7 +429,7 @@ def make_method(name: str, factor: float, /, **options: Any) -> ContextMethod:
     for option in options:
         if option not in known:
             takes = suggest(option, known) if known else ". It takes none."
-            raise ValueError(f"method {cls.name!r} has no option {option!r}{takes}")
+            raise ValueError(f"method {cls.name!r} has no option {option!r}{takes}{cls.other_options}")
     missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(
@@ -492,7 +494,8 @@ def check_factor(factor: float) -> None:
     """Raise ValueError unless `factor` is a finite number >= 1."""
     if not is_number(factor, high=MAX_FACTOR):
         raise ValueError(
-            f"factor must be a finite number >= 1, up to 1e6, got {shown(factor)}. For twice the length, pass factor=2."
+            f"factor must be a finite number >= 1, up to 1e6, got {shown(factor)}. For twice the length, pass the "
+            "number 2."
         )
     if factor < 1:
         raise ValueError(

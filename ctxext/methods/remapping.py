@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -193,12 +193,15 @@ class STRING(_Windowed):
         if self.reach(rope) < target_length:
             shift, window = self.sizes(rope).values()
             trained = rope.original_max_position_embeddings
-            most = math.floor(100 * self._largest_factor(rope)) / 100
-            remedy = "Pass" if self.shift is None else "Leave shift out, and pass"
+            default = replace(self, shift=None, window=None)
+            given = " and ".join(name for name in ("shift", "window") if getattr(self, name) is not None)
+            most = math.floor(100 * default._largest_factor(rope)) / 100
+            remedy = f"Pass a factor up to {most:g}; beyond, use 'self_extend' or 'dca'"
+            if default.reach(rope) >= target_length:
+                remedy = f"Leave {given} out"
             raise ValueError(
                 f"string with shift={shift} and window={window} covers {self.reach(rope):.0f} tokens from {trained}, "
-                f"not {target_length}. {remedy} a factor up to {most:g}; beyond, use 'self_extend' or "
-                "'dca'."
+                f"not {target_length}. {remedy}."
             )
 
     def query_scaling(self, rope: RopeGeometry, positions: Tensor) -> Tensor | None:

@@ -26,7 +26,7 @@ class QueryTemperature(RopeMethod):
     """Another method, with each query multiplied by 1 + beta ln(1 + ⌊p / L⌋), p its position and L the trained length.
 
     Llama 4 counts p from 1 in its layers without RoPE; Ministral 3 from 0 in all layers, with YaRN without an
-    attention factor. Here it is in the layers that see beyond the trained length.
+    attention factor. Here it is in the layers with RoPE that see beyond the trained length; others are unchanged.
 
     Attributes:
         base: the other method: a name, or an instance with the same factor.
@@ -35,6 +35,10 @@ class QueryTemperature(RopeMethod):
 
     paper: ClassVar[Paper] = Paper(
         "Llama 4, Ministral 3", 2025, "https://ai.meta.com/blog/llama-4-multimodal-intelligence/"
+    )
+
+    other_options: ClassVar[str] = (
+        " Options of the base belong to an instance of it, such as base=SelfExtend(factor=4, window=64)."
     )
 
     base: str | RopeMethod = "ntk_by_parts"
@@ -48,8 +52,8 @@ class QueryTemperature(RopeMethod):
         if not isinstance(base, RopeScaling | PositionRemapping) or getattr(base, "of_the_call", False):
             what = base.name if isinstance(base, ContextMethod) else shown(base)
             raise ValueError(
-                f"base of 'query_temperature' must be another method for RoPE, such as 'yarn' or 'self_extend', got "
-                f"{what}."
+                f"base of 'query_temperature' must be another method for RoPE that does not depend on the length of a "
+                f"whole call, such as 'yarn' or 'self_extend', got {what}."
             )
         if base.factor != self.factor:
             raise ValueError(

@@ -18,7 +18,10 @@ def text_config_of(config: Any) -> Any:
     would be lost. Raises TypeError if `config` is not a config, ValueError if its text config is not.
     """
     if not hasattr(config, "get_text_config"):
-        raise TypeError(f"expected a model or a transformers config, got {shown(config)}.")
+        raise TypeError(
+            f"expected a model or a transformers config, got {shown(config)}. Load it first, such as by "
+            "AutoConfig.from_pretrained(folder)."
+        )
     found = config.get_text_config(decoder=True)
     if not hasattr(found, "get_text_config"):
         raise ValueError(

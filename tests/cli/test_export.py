@@ -114,7 +114,7 @@ def test_an_extended_folder_needs_no_method(tmp_path: Path) -> None:
     assert "the unchanged checkpoint" in export(tmp_path / "static", "--engine", "transformers").stdout
     assert "the unchanged checkpoint" in export(tmp_path / "static", "--engine", "transformers-v4").stdout
     late = extend_context(tiny_model("llama"), 4, "dca", original_max_position_embeddings=32)
-    with pytest.warns(UserWarning, match="saved unextended"):
+    with pytest.warns(UserWarning, match="saved without it"):
         late.save_pretrained(tmp_path / "late")
     assert "ctxext.load" in str(export(tmp_path / "late", "--engine", "transformers").exception)
 

@@ -47,7 +47,7 @@ def test_the_merged_folder_has_the_asked_type_and_a_second_one_is_refused(tmp_pa
     assert "Traceback" not in again.stderr
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("method", ["yarn", "self_extend"])
 def test_the_command_names_what_loads_the_merged_folder_extended(method: str, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "base")

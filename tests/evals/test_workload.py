@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ctxext import extend_context
 from ctxext.assets import MODEL, PERSUASION
 from ctxext.evals.haystack import Haystack
 from ctxext.evals.loading import load
@@ -31,6 +32,14 @@ def runner() -> Runner:
     target = LiveModel(model, Prompter(tokenizer), "austen-4m")
     target.engine.now = lambda: target.engine.tokens / 1000  # a millisecond a token
     return Runner(target, text, grid, beyond=True)
+
+
+@pytest.mark.parametrize(("method", "is_portable"), [("yarn", True), ("dynamic_ntk", False)])
+def test_a_model_that_came_extended_says_whether_config_json_expresses_it(method: str, is_portable: bool) -> None:
+    """`recommended` prefers what plain transformers loads."""
+    model, tokenizer = load(MODEL)
+    target = LiveModel(extend_context(model, 4, method), Prompter(tokenizer), "trained")
+    assert target.is_portable(Variant("trained")) is is_portable
 
 
 def test_tokens_and_time_are_those_of_the_run(runner: Runner, tmp_path: Path) -> None:

@@ -85,3 +85,5 @@ def test_layers_without_rope_are_given_none(config: Any) -> None:
 def test_a_factor_that_nothing_reaches_untrained_is_noted(method: str, factor: float, noted: bool) -> None:
     notes = describe_context(tiny_model("llama"), factor, method=method).notes
     assert notes == (("a factor above 32 needs training at the target length before use: ctxext finetune.",) * noted)
+    # Distances stay within the trained length, and the recipe refuses to train it.
+    assert not describe_context(tiny_model("llama"), factor, method="rerope").notes

@@ -97,7 +97,7 @@ def test_a_teacher_is_checked_as_a_reference_is() -> None:
         check_trainer(SimpleNamespace(model=extended(), args=given, teacher_model=plain))
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "longrope", "cope", "dynamic_yarn"])
 def test_a_trainer_resumes_from_its_checkpoint(method: str, tmp_path: Path) -> None:
     options_of = {"longrope": {"long_factor": [4.0] * 32}}.get(method, {})
@@ -125,7 +125,7 @@ def test_an_extended_folder_is_its_own_reference(tmp_path: Path) -> None:
         made.train()
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 def test_an_extended_folder_that_no_config_expresses_is_no_reference(tmp_path: Path) -> None:
     extended("dynamic_yarn").save_pretrained(tmp_path / "folder")
     with pytest.raises(ValueError, match="as the trained one, by dynamic_yarn"):

@@ -292,7 +292,7 @@ def test_a_late_extension_is_not_extended_again_and_does_not_outlive_another(sou
     assert ctxext.load(tmp_path / "out").config.rope_parameters["rope_type"] == "yarn"
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("method", ["yarn", "dynamic_yarn"])
 def test_a_probe_does_not_follow_into_another_extension(method: str, source: Path, tmp_path: Path) -> None:
     (source / PROBE).write_text("{}")
@@ -443,7 +443,7 @@ assert "ctxext" not in sys.modules
 """
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize(
     "how", ["restored", "the same weights", "other weights", "other weights under the same config"]
 )
@@ -469,7 +469,7 @@ def test_metadata_of_a_model_that_was_replaced_is_refused(how: str, source: Path
         load(folder)
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("change", ["dtype", "shards"])
 def test_metadata_is_good_for_the_model_cast_and_sharded(change: str, source: Path, tmp_path: Path) -> None:
     model, ids = ctxext.extend_context(ctxext.load(source), 4, "dynamic_yarn"), token_ids(150)
@@ -483,7 +483,7 @@ def test_metadata_is_good_for_the_model_cast_and_sharded(change: str, source: Pa
     assert torch.equal(logits(ctxext.load(tmp_path / "out", dtype=model.dtype), ids), logits(model, ids))
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 def test_metadata_belongs_to_the_config_beside_it(source: Path, tmp_path: Path) -> None:
     extend_folder(source, tmp_path / "out", 4, "dynamic_yarn")
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -501,7 +501,7 @@ def test_metadata_that_was_left_behind_is_asked_for(source: Path, tmp_path: Path
         ctxext.load(tmp_path / "out")
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("method", ["self_extend", "dynamic_yarn"])
 def test_a_config_saved_by_itself_says_what_is_missing(method: str, source: Path, tmp_path: Path) -> None:
     """`config.save_pretrained` writes the target as the maximum length; the model would run unextended up to it."""

@@ -20,6 +20,7 @@ import run_notebooks
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import ctxext
 from ctxext.methods import list_methods
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +108,7 @@ def test_every_method_has_a_paper_and_a_docstring() -> None:
         assert method.paper.title
         assert method.paper.url.startswith("https://")
         assert method.__doc__
+        assert method.__name__ in ctxext.__all__, "users pass an instance of it"
 
 
 def update_readme():

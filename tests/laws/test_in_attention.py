@@ -300,7 +300,7 @@ def test_law_8_a_saved_model_is_stock_to_others_and_itself_to_us(family: str, me
     stock, model = tiny_model(family), patched(family, method)
     stock.save_pretrained(tmp_path / "stock")
     expected, config = logits(model, IDS), set(model.config.__dict__)
-    with pytest.warns(UserWarning, match=r"config\.json was saved unextended.*ctxext\.load\("):
+    with pytest.warns(UserWarning, match=r"config\.json was saved without it.*ctxext\.load\("):
         model.save_pretrained(tmp_path / "late")
     assert torch.equal(logits(model, IDS), expected)
     assert set(model.config.__dict__) == config
@@ -337,7 +337,7 @@ def test_law_8_scaling_that_was_there_before_is_brought_back(tmp_path: Path) -> 
     for existing in ("compose", "replace"):
         model = tiny_model("llama", rope_parameters=yarn)
         extend_context(model, 4, "dynamic_ntk", existing=existing)
-        with pytest.warns(UserWarning, match="saved unextended"):
+        with pytest.warns(UserWarning, match="saved without it"):
             model.save_pretrained(tmp_path / existing)
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / existing).eval()
         assert gap(plain, tiny_model("llama", rope_parameters=yarn)) == 0.0
@@ -358,7 +358,7 @@ def scaled_natively(rope_type: str) -> Any:
     return tiny_model("llama", rope_parameters=parameters)
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("existing", ["compose", "replace"])
 @pytest.mark.parametrize("rope_type", NATIVE)
 def test_law_8_whatever_native_scaling_is_extended_is_loaded_again(
@@ -407,7 +407,7 @@ def test_law_8_a_frozen_checkpoint_is_the_static_model_of_its_length(family: str
         chosen = replace(chosen, start_tokens=0)  # which config.json cannot express
     model = extend_context(tiny_model(family), method=chosen)
     expected, plan = logits(model, IDS), model.context_extension.plan
-    with pytest.warns(UserWarning, match="saved unextended"):
+    with pytest.warns(UserWarning, match="saved without it"):
         model.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path, length=200)
     assert not (tmp_path / RECORD).exists()
@@ -450,7 +450,7 @@ def test_law_8_a_save_that_fails_leaves_the_live_config(tmp_path: Path) -> None:
 
 
 def test_law_8_a_static_save_over_it_takes_the_record_away(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="saved unextended"):
+    with pytest.warns(UserWarning, match="saved without it"):
         patched("llama", "dca").save_pretrained(tmp_path)
     static = extend_context(tiny_model("llama"), method="yarn")
     static.save_pretrained(tmp_path)
@@ -459,7 +459,7 @@ def test_law_8_a_static_save_over_it_takes_the_record_away(tmp_path: Path) -> No
 
 
 def test_law_8_a_record_that_is_not_ours_is_refused(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="saved unextended"):
+    with pytest.warns(UserWarning, match="saved without it"):
         patched("llama", "dca").save_pretrained(tmp_path)
     record = json.loads((tmp_path / RECORD).read_text())
     for wrong in ({**record, "surprise": 1}, {"method": record["method"]}, [record]):

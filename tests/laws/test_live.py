@@ -240,6 +240,24 @@ def test_law_6_extending_twice_is_refused_and_leaves_the_first_intact() -> None:
     assert_unchanged(model, before)
 
 
+@pytest.mark.parametrize("existing", ["refuse", "keep", "compose", "replace"])
+@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+def test_law_6_a_part_of_an_extended_model_is_refused(method: str, existing: Any) -> None:
+    model = extend_context(tiny_model("llama"), 4, method)
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match=r"part of one that is already extended.*restore_context"):
+        extend_context(model.model, 8, "yarn", existing=existing)
+    assert_unchanged(model, before)
+
+
+def test_law_6_a_model_that_was_restored_within_the_block_stays_so() -> None:
+    model = tiny_model("llama")
+    before = snapshot(model)
+    with temporarily_extended(model, 4, "yarn"):
+        restore_context(model)
+    assert_unchanged(model, before)
+
+
 def test_law_6_nesting_and_exceptions_leave_nothing_behind() -> None:
     model = tiny_model("llama")
     before = snapshot(model)

@@ -736,7 +736,7 @@ def test_late_pickling_keeps_everything(method: str, round_trip: Any, tmp_path: 
     again = round_trip(model)
     assert torch.equal(logits(again, IDS), logits(model, IDS))
     assert repr(again.context_extension) == repr(model.context_extension)
-    with pytest.warns(UserWarning, match="saved unextended"):
+    with pytest.warns(UserWarning, match="saved without it"):
         again.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path), IDS), logits(model, IDS))
     restore_context(again)
@@ -823,7 +823,7 @@ def test_late_lora_is_trained_merged_and_saved(method: str, order: str, tmp_path
     trained = logits(wrapped, IDS)
     merged = wrapped.merge_and_unload()
     torch.testing.assert_close(logits(merged, IDS), trained, rtol=0, atol=1e-3)
-    with pytest.warns(UserWarning, match="saved unextended"):
+    with pytest.warns(UserWarning, match="saved without it"):
         merged.save_pretrained(tmp_path)
     assert torch.equal(logits(load(tmp_path), IDS), logits(merged, IDS))
     restore_context(merged)
@@ -926,7 +926,7 @@ def test_late_the_trainer_saves_what_load_brings_back(method: str, tmp_path: Any
     options = {"max_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
     trainer = Trainer(model=model, args=TrainingArguments(output_dir=str(tmp_path), **options), train_dataset=rows)
     trainer.train()
-    with pytest.warns(UserWarning, match="saved unextended"):
+    with pytest.warns(UserWarning, match="saved without it"):
         trainer.save_model(str(tmp_path / "out"))
     assert torch.equal(logits(load(tmp_path / "out"), IDS), logits(model.eval(), IDS))
 

@@ -584,6 +584,9 @@ def test_string_shifts_what_the_trained_length_hardly_saw():
     assert STRING(factor=1).reach(LLAMA) == 8192 + 2730 - 128
     with pytest.raises(ValueError, match=r"covers 16256 tokens from 8192, not 16384.*factor up to 1.98; beyond, use"):
         STRING(factor=2).check_reach(LLAMA, 16384)
+    for options, given in (({"window": 1024}, "window"), ({"shift": 3000, "window": 1024}, "shift and window")):
+        with pytest.raises(ValueError, match=rf"not 15565\. Leave {given} out\.$"):
+            STRING(factor=1.9, **options).check_reach(LLAMA, 15565)
     with pytest.raises(ValueError, match=r"shift must be larger than window, got 100 and 128\. Leave both out"):
         STRING(factor=1, shift=100).branches(LLAMA)
     with pytest.raises(ValueError, match=r"shift must be .* and at most the trained length of 8192, got 8193"):

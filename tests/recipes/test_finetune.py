@@ -592,7 +592,7 @@ def test_a_longer_table_of_positions_is_trained_and_comes_back_with_its_adapter(
         ctxext.load(adapter)
 
 
-@pytest.mark.filterwarnings("ignore:.*saved unextended")
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_length_dependent_method_is_trained_and_comes_back_with_its_result(kind: str, main, tmp_path: Path) -> None:
     run = tmp_path / "run"
