@@ -119,7 +119,7 @@ class ModuleEncoding(Encoding):
                 f"original_max_position_embeddings={given} does not apply: the length of {ENCODINGS[self.name]} is "
                 f"its trained length, {self.trained_length} tokens ({self.source}). Leave it out."
             )
-        return replace(self, trained_length=given, source="original_max_position_embeddings, as given or saved")
+        return replace(self, trained_length=given, source="given or saved as original_max_position_embeddings=")
 
     def _check_existing(self, existing: str, mark: dict[str, Any] | None) -> None:
         if existing not in ("refuse", "compose") or (existing == "compose" and mark is None):

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ctxext.core.patch import Patch
-from ctxext.methods import ContextMethod, check_factor, list_methods, make_method, method_class
+from ctxext.methods import ContextMethod, check_factor, in_words, list_methods, make_method, method_class
 from ctxext.models.metadata import RECORD, Existing, Lengths, summary_of
 from ctxext.utils.values import MAX_TOKENS, is_count, reached, shown
 
@@ -100,8 +100,7 @@ class Plan:
     @property
     def options_in_words(self) -> str:
         """`group_size 9, window 128`"""
-        shown = {name: f"{len(it)} values" if isinstance(it, tuple) else it for name, it in self.options.items()}
-        return ", ".join(f"{name} {value}" for name, value in shown.items())
+        return in_words(self.options)
 
     @property
     def figures(self) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ from ctxext.extension.adapter_config import (
     trained_under,
 )
 from ctxext.extension.metadata_file import RECORD
-from ctxext.methods import ContextMethod
+from ctxext.methods import ContextMethod, with_options
 from ctxext.models.text_config import text_config_of
 from ctxext.utils.four_bits import hold_warnings
 
@@ -133,8 +133,8 @@ def _check_files(model: Any, folder: Path) -> None:
     method = _method(model)
     if record is not None and record.method != method:
         raise ValueError(
-            f"{folder} was trained with {record.method}, but this model is extended by {method}. Extend it with the "
-            "same options first."
+            f"{folder} was trained with {with_options(record.method)}, but this model is extended by "
+            f"{with_options(method)}. Extend it with the same options first."
         )
 
 

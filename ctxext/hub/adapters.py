@@ -58,6 +58,7 @@ from ctxext.hub.checkpoint import (
     saved_extension,
     written_whole,
 )
+from ctxext.methods import with_options
 from ctxext.models.context import read_context
 from ctxext.models.metadata import check_mark
 from ctxext.models.rope_tables import rope_tables
@@ -539,9 +540,9 @@ def _load_adapter(found: _Found, is_trainable: bool = False, **from_pretrained: 
         extended_as_saved(model, extension)
     elif extension is not None and (done.plan.summary, done.method) != (extension.summary, extension.method):
         raise ValueError(
-            f"{found.folder} was trained with {extension.summary}, {extension.method}, but its base {found.base} is "
-            f"extended by {done.plan.summary}, {done.method}. Put the base model used in training in a folder 'base' "
-            "beside the adapter."
+            f"{found.folder} was trained with {extension.summary}, {with_options(extension.method)}, but its base "
+            f"{found.base} is extended by {done.plan.summary}, {with_options(done.method)}. Put the base model used in "
+            "training in a folder 'base' beside the adapter."
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=rf".*{WARNING}")  # so it was

@@ -35,7 +35,7 @@ from ctxext.extension.method_file import PROBE
 from ctxext.extension.request import check_on_paper, plan_extension
 from ctxext.extension.rope import RopePlan
 from ctxext.extension.saving import save_portable, version_4_keys
-from ctxext.methods import ContextMethod, method_from_dict
+from ctxext.methods import ContextMethod, RopeScaling, method_from_dict
 from ctxext.models.config_fields import check_config, check_counts
 from ctxext.models.metadata import live_mark
 from ctxext.models.text_config import text_config_of, text_section_of
@@ -318,9 +318,13 @@ def check_not_extended(folder: Path, existing: str | None = None) -> Record | No
     """
     record = read_record(folder)
     if record is not None and existing != "replace":
+        method, freeze = record.method, ""
+        if existing is not None and isinstance(method, RopeScaling) and method.in_attention:
+            same = f"method={method.name!r}, factor={method.factor:g}"
+            freeze = f"; with {same} and length= as well, it is frozen at that length"
         raise ValueError(
             f"{folder} is already extended by {record.summary} (see its {RECORD}), which cannot be scaled further. "
-            f"Pass the original model{'' if existing is None else ', or existing=' + repr('replace')}."
+            f"Pass the original model{'' if existing is None else ', or existing=' + repr('replace')}{freeze}."
         )
     return record
 

@@ -12,8 +12,8 @@ that `extend_context`, the command line, the saved config (as transformers' `lon
 # isort: off
 from ctxext.methods.contract import (
     NO_ROTATION, Branch, BucketScaling, ContextMethod, DistanceScaling, Paper, PositionRemapping, PositionScaling,
-    RopeMethod, RopeScaling, SlopeScaling, TableResizing, check_factor, list_methods, longrope_parameters, make_method,
-    method_class, method_from_dict, over_lengths, register,
+    RopeMethod, RopeScaling, SlopeScaling, TableResizing, check_factor, in_words, list_methods, longrope_parameters,
+    make_method, method_class, method_from_dict, over_lengths, register, with_options,
 )  # fmt: skip
 
 # `list_methods` keeps this order.
@@ -38,6 +38,6 @@ __all__ = [
     "PositionRemapping", "PositionScaling", "QueryTemperature", "ReRoPE", "Resonance", "RopeMethod", "RopeScaling",
     "RowInterpolation", "SelfExtend", "SinusoidalExtrapolation", "SinusoidalInterpolation", "SlopeScaling",
     "TableResizing", "Tiling", "TransformersDynamic", "YaRN", "as_longrope", "check_factor", "geometry_in_use",
-    "list_methods", "longrope_parameters", "make_method", "method_class", "method_from_dict",
-    "method_from_rope_parameters", "over_lengths", "register", "scaled_rope_parameters", "yarn_growth",
+    "in_words", "list_methods", "longrope_parameters", "make_method", "method_class", "method_from_dict",
+    "method_from_rope_parameters", "over_lengths", "register", "scaled_rope_parameters", "with_options", "yarn_growth",
 ]  # fmt: skip

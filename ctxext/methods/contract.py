@@ -490,12 +490,25 @@ def _check_option(name: str, annotation: Any, value: Any) -> None:
         raise ValueError(f"{name} must be {expected.words}, got {shown(bad)}.")
 
 
+def with_options(method: ContextMethod | None) -> str:
+    """`self_extend with group_size 9`; None is the method of an extension that kept the scaling."""
+    if method is None:
+        return "the scaling that was kept"
+    return f"{method.title} with {in_words(method.chosen) or 'default options'}"
+
+
+def in_words(options: dict[str, Any]) -> str:
+    """`group_size 9, window 128`"""
+    shown = {name: f"{len(it)} values" if isinstance(it, tuple) else it for name, it in options.items()}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
 def check_factor(factor: float) -> None:
     """Raise ValueError unless `factor` is a finite number >= 1."""
     if not is_number(factor, high=MAX_FACTOR):
         raise ValueError(
-            f"factor must be a finite number >= 1, up to 1e6, got {shown(factor)}. For twice the length, pass the "
-            "number 2."
+            f"factor must be a finite number >= 1, up to 1e6, got {shown(factor)}. For twice the length, pass "
+            f"factor=2{', without quotes' * isinstance(factor, str)}."
         )
     if factor < 1:
         raise ValueError(

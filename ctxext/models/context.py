@@ -208,7 +208,7 @@ def _native_lengths(
     scaling, own = table.scaling, table.parameters.get("original_max_position_embeddings")
     if scaling is None:
         if given is not None:
-            trained, source = given, "original_max_position_embeddings, as given or saved"
+            trained, source = given, "given or saved as original_max_position_embeddings="
         return Lengths(original=trained, trained=trained, start=trained, target=trained, factor=1.0), source
     bolted_on = checkpoint is not None and checkpoint.scaling == "bolted-on"
     original = own

@@ -275,6 +275,9 @@ class FakeTarget:
     def plan(variant: Variant) -> Plan:
         return plan_extension(tiny_config("llama"), **variant.extension)
 
+    @staticmethod
+    def is_portable(variant: Variant) -> bool: ...
+
 
 def test_a_model_shorter_than_asked_is_refused(loaded, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="supports 512 tokens, got 768"):

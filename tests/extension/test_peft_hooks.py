@@ -165,7 +165,7 @@ def test_an_adapter_is_refused_on_other_options(
     adapted = by_peft(extended(trained), tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(extended(trained), tmp_path / "adapter")
     assert torch.equal(logits(loaded.eval(), IDS), logits(adapted.eval(), IDS))
-    with pytest.raises(ValueError, match=r"was trained with .*\(factor=4.0.* but this model is extended by"):
+    with pytest.raises(ValueError, match=r"was trained with .* with .* but this model is extended by .* with"):
         PeftModel.from_pretrained(extended(other), tmp_path / "adapter")
 
 
@@ -176,7 +176,7 @@ def test_an_adapter_is_refused_where_its_base_was_extended_again_with_other_opti
         ctxext.extend_context(model, 4, "self_extend", group_size=group_size).save_pretrained(tmp_path / "model")
         if group_size == 6:
             by_peft(ctxext.load(tmp_path / "model"), tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"was trained with .*group_size=6.* but its base .*group_size=16"):
+    with pytest.raises(ValueError, match=r"was trained with .*group_size 6, but its base .*group_size 16\."):
         ctxext.load(tmp_path / "adapter")
 
 

@@ -61,7 +61,7 @@ def test_a_reference_model_that_trl_loads_unextended_is_refused(trainer: Any, me
     if method == "yarn":  # what TRL does by itself; in attention, the reference raises at its first call
         assert torch.equal(logits(made.ref_model, IDS), logits(AutoModelForCausalLM.from_pretrained(MODEL), IDS))
     before, name = logits(made.model.eval(), IDS), type(made).__name__
-    with pytest.raises(ValueError, match=rf"reference model of {name} is not extended .*Pass one that is"):
+    with pytest.raises(ValueError, match=rf"reference model of {name} is not extended .*Pass ref_model=, extended"):
         made.train()
     assert torch.equal(logits(made.model.eval(), IDS), before)
 

@@ -444,6 +444,20 @@ assert "ctxext" not in sys.modules
 
 
 @pytest.mark.filterwarnings("ignore:.*saved without it")
+def test_a_saved_dynamic_method_is_frozen_as_its_error_says(source: Path, tmp_path: Path) -> None:
+    folder, frozen = tmp_path / "extended", tmp_path / "frozen"
+    model = ctxext.extend_context(ctxext.load(source), 4, "dynamic_yarn")
+    model.save_pretrained(folder)
+    advice = r"or existing='replace'; with method='dynamic_yarn', factor=4 and length= as well"
+    with pytest.raises(ValueError, match=advice):
+        extend_folder(folder, frozen, length=128, say=lambda line: None)
+    extend_folder(folder, frozen, 4, "dynamic_yarn", existing="replace", length=128, say=lambda line: None)
+    model.save_pretrained(tmp_path / "by the model", length=128)
+    ids = token_ids(120)
+    assert torch.equal(logits(load_model(frozen), ids), logits(load_model(tmp_path / "by the model"), ids))
+
+
+@pytest.mark.filterwarnings("ignore:.*saved without it")
 @pytest.mark.parametrize(
     "how", ["restored", "the same weights", "other weights", "other weights under the same config"]
 )
