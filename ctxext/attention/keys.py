@@ -91,6 +91,7 @@ class PositionedLayer:
         appends: whether its keys are one tensor that grows, in which they can be rotated.
         rotated: how many of its first keys are rotated.
         state: what their rotation depends on, of shape (batch, at least as many).
+        known: False if the keys were changed by hand, or as they were rotated.
     """
 
     owner: str
@@ -99,6 +100,7 @@ class PositionedLayer:
     appends: bool
     rotated: int
     state: Tensor | None
+    known: bool
     keys: Tensor
     values: Tensor
     _seen: tuple[Tensor, int | None] | None
@@ -135,31 +137,31 @@ class PositionedLayer:
     @contextmanager
     def rotating(self, state: Tensor) -> Iterator[None]:
         """Within a `with` block all keys are rotated in place as `state` says; if it fails, they are not used again."""
-        self.state, self.rotated, self._seen = state, state.shape[1], None
+        self.state, self.rotated, self.known = state, state.shape[1], False
         yield
+        self.known = True
         self._see()
 
     def _see(self) -> None:
         """Remember the keys."""
         # Unrotated ones are not looked at in a traced graph, which would be compiled again for them.
-        known = self.rotated or not torch.compiler.is_compiling()
-        self._seen = (self.keys, _version(self.keys)) if known and self.keys is not None else None
+        looks = self.rotated or not torch.compiler.is_compiling()
+        self._seen = (self.keys, _version(self.keys)) if looks and self.keys is not None else None
 
     def _knows_keys(self) -> bool:
         """Whether the keys are those that were last seen, or an earlier part of them."""
         compiling = torch.compiler.is_compiling()
-        if not self.rotated and (compiling or self._seen is None):
-            return True
-        if self._seen is None or self.keys is None:
-            return False
+        if not self.known or (compiling and not self.rotated) or self._seen is None:
+            return self.known
         keys, version = self._seen
         if compiling:  # a traced graph cannot read where tensors are
             return self.keys is keys
-        return self.keys.data_ptr() == keys.data_ptr() and version in (None, _version(self.keys))
+        there = self.keys is not None and self.keys.data_ptr() == keys.data_ptr()
+        return there and version in (None, _version(self.keys))
 
     def _carried(self) -> dict[str, Any]:
         """The attributes of a deep copy or a pickle, whose tensors begin to count their changes."""
-        return {**self.__dict__, "_seen": (self.keys, None) if self._seen and self._knows_keys() else None}
+        return {**self.__dict__, "known": self._knows_keys(), "_seen": self._seen and (self.keys, None)}
 
     def __copy__(self) -> Any:
         """Of the same tensors, which go on counting: if one of both rotates or appends, the other is refused."""
@@ -189,10 +191,10 @@ class PositionedLayer:
     @contextmanager
     def _rearranged(self) -> Iterator[None]:
         """Within a `with` block the keys are moved or rearranged. Those that were unknown before stay so."""
-        known, self._seen = self._knows_keys(), None
+        known, self.known = self._knows_keys(), False
         yield
-        if known:
-            self._see()
+        self.known = known
+        self._see()
 
 
 UNEXTENDED = "no extension"
@@ -216,8 +218,8 @@ def _followed(name: str) -> Any:
             if self.rotated:
                 self.state = _FOLLOWED[name](self.state, *args, *kwargs.values())
                 self.rotated *= self.keys is not None  # fewer keys than that are counted at the next update
-            if name == "reset":
-                self.incoming = None
+        if name == "reset":
+            self.incoming, self.known = None, True
 
     method.__name__ = name
     return method
@@ -311,7 +313,7 @@ def expect(cache: Cache, positions: Tensor, owner: str, n_layers: int) -> Incomi
             new = _blank(type(layer))
             new.__dict__.update(layer.__dict__)
             new.owner, new._places = owner, _places_for(layer)
-            new.rotated, new.state, new._seen = 0, None, None
+            new.rotated, new.state, new.known, new._seen = 0, None, True, None
             new.forget_slots()
             layer = cache.layers[index] = new
         else:

@@ -545,8 +545,13 @@ def test_rows_that_were_exchanged_by_hand_are_refused(method: str, how: str) -> 
     order = list(range(len(batch["input_ids"])))[::-1]
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[order], layer.values[order]
-    with pytest.raises(RuntimeError, match="keys that were changed by hand"):
-        read(model, batch, cache, [1])
+    cache.reorder_cache(torch.arange(len(order)))
+    twins = [] if how == "gradients" else [copy.deepcopy(cache)]  # torch copies no tensor of a graph
+    for changed in [cache, *twins]:
+        with pytest.raises(RuntimeError, match="keys that were changed by hand"):
+            read(model, batch, changed, [1])
+    cache.reset()
+    model(**inputs, past_key_values=cache)
 
 
 @pytest.mark.parametrize("how", ["dynamic", "static"])
