@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ctxext.core.apply import (
-    ATTRIBUTE,
-    apply,
-    extended_model,
-    refuse_extended,
-    restore,
-    transformers_model,
-)
+from ctxext.core.apply import ATTRIBUTE, apply, extended_model, refuse_extended, restore, transformers_model
 from ctxext.extension.describe import ContextDescription, describe
 from ctxext.extension.peft_hooks import watch_peft
 from ctxext.extension.request import plan_extension

@@ -109,11 +109,12 @@ class PositionedLayer:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         incoming = self.incoming
-        foreign = incoming is None or incoming.finished is not None  # from a model that is not extended
-        if foreign and not int(self._places.get_seq_length()):
-            self.owner = UNEXTENDED
+        if incoming is not None and incoming.finished is not None:
+            incoming = None  # its pass has ended, so that these keys are of a model that is not extended
+        if incoming is None and not int(self._places.get_seq_length()):
+            self.owner = "no extension"
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        if incoming is None or foreign:
+        if incoming is None:
             raise RuntimeError(
                 f"this cache was filled under {self.owner}, but the model is no longer extended in that way. "
                 "Start from an empty cache."
@@ -197,7 +198,6 @@ class PositionedLayer:
         self._see()
 
 
-UNEXTENDED = "no extension"
 _UNKNOWN = (
     "this cache has keys that were changed by hand, or a forward pass was interrupted: their rotation is unknown. "
     "Start from an empty cache. To take tokens back, use cache.crop; to keep a state, copy.deepcopy the whole cache."

@@ -873,7 +873,8 @@ def test_a_mistake_gets_a_remedy_and_leaves_no_trace(mistake: str, desk: Path, s
         (("fit", MODEL, "-o", "new.json", "--evaluations", "-1"), "error: --evaluations must be >= 1, got -1."),
         (
             ("extend", MODEL, "--factor", "1", "--original-max-position-embeddings", "4k", "--dry-run"),
-            r"is 4096 \(given or saved as --original-max-position-embeddings\). Pass a larger --factor or --target",
+            r"is 4096 \(given or saved as --original-max-position-embeddings\). Pass a larger --factor or "
+            r"--target-length, or",
         ),
         (("describe", "empty.txt"), "error: empty.txt is neither a checkpoint folder nor a GGUF file."),
         (("describe", MODEL, "--method", "yran"), "error: unknown method 'yran'; did you mean 'yarn'?"),
